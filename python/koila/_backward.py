@@ -148,8 +148,9 @@ def depth_of(context: _core.Context) -> _Depth:
 
 def _leaves(outputs: Sequence[Any]) -> tuple[list[torch.Tensor], bool]:
     """(leaves, nested). leaves: the variables of AccumulateGrad nodes behind outputs, in autograd's
-    order. nested: some node runs a backward of its own (a reentrant checkpoint), which autograd
-    allows only without `inputs`."""
+    order, without those that were frozen since: to them the node adds nothing. nested: some node
+    runs a backward of its own (a reentrant checkpoint), which autograd allows only without
+    `inputs`."""
     found: dict[int, torch.Tensor] = {}
     roots = []
     for o in outputs:
@@ -161,7 +162,8 @@ def _leaves(outputs: Sequence[Any]) -> tuple[list[torch.Tensor], bool]:
     told = _core.leaves_behind(roots) if _nodes_are_known else None
     behind, reentrant = told or _leaves_behind(roots)
     for leaf in behind:
-        found.setdefault(id(leaf), leaf)
+        if leaf.requires_grad:
+            found.setdefault(id(leaf), leaf)
     return list(found.values()), reentrant
 
 

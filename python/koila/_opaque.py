@@ -22,16 +22,15 @@ from ._own_operators import OwnOperator, own_operators
 
 
 class _Exchanges:
-    """Which modules have other parameters than their own just now: those of a thread that runs
-    them. What two threads exchange at once they put back wrong."""
+    """Which modules run here just now, some with other parameters than their own, and in which
+    thread. What two threads exchange at once they put back wrong."""
 
     def __init__(self) -> None:
         self._now: list[tuple[int, set[int]]] = []  # thread, ids of modules
         self._ended = threading.Condition()
 
     def _wait(self, module: torch.nn.Module) -> tuple[int, set[int]]:
-        """Until no other thread has exchanged this module's parameters, or those of a part of
-        it."""
+        """Until no other thread runs this module here, or a part of it."""
         mine = threading.get_ident(), {id(m) for m in module.modules()}
         while any(t != mine[0] and not ids.isdisjoint(mine[1]) for t, ids in self._now):
             self._ended.wait()
@@ -75,10 +74,11 @@ class _Call:
     """A call of an opaque function without its tensors.
 
     Recorded operators refer to it by `key`. It lives as long as the function, and as long as a step
-    holds such an operator. `results`: the nesting of the results, and which of them are tensors
-    rather than None. `shapes`: for a sharded module, the shapes and dtypes of its results by those
-    of its inputs. `device` and `autocast`: the program's default device and autocast at the call,
-    for the function runs later, where others may be set.
+    holds such an operator. `needed`: which parameters need gradients. `results`: the nesting of the
+    results, and which of them are tensors rather than None. `shapes`: for a sharded module, the
+    shapes and dtypes of its results by those of its inputs. `device` and `autocast`: the
+    program's default device and autocast at the call, for the function runs later, where others may
+    be set.
     """
 
     __slots__ = (
@@ -89,6 +89,7 @@ class _Call:
         "key",
         "module",
         "names",
+        "needed",
         "rebuild",
         "results",
         "shapes",
@@ -100,11 +101,11 @@ class _Call:
         function: Any,
         rebuild: Any,
         module: torch.nn.Module | None,
-        names: list[str],
+        needed: dict[str, bool],
         shards: list[torch.Tensor],
     ) -> None:
         self.function, self.rebuild, self.module = function, rebuild, module
-        self.names, self.shards = names, shards
+        self.names, self.needed, self.shards = list(needed), list(needed.values()), shards
         self.device = _device.CURRENT_DEVICE
         self.autocast = _autocast_now()
         self.results: tuple[Any, list[bool]] | None = None
@@ -112,14 +113,38 @@ class _Call:
         self.key = next(_keys)
         _calls[self.key] = self
 
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """No other thread runs the module here meanwhile."""
+        if self.module is None or not self.names:
+            return contextlib.nullcontext()
+        return _exchanges.of(self.module)
+
+    def own(self, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The module's parameters, where they are the tensors `parameters`, and need the gradients
+        that the call recorded. Then it can run as it is, and nobody who uses it meanwhile sees
+        anything else. A hook would see the gradient of each slice. Inside `alone`."""
+        if self.module is None or not self.names:
+            return None
+        there = dict(self.module.named_parameters())
+        own = [there.get(name) for name in self.names]
+        same = all(
+            type(p) is torch.nn.Parameter
+            and p.requires_grad == needed
+            and not p._backward_hooks
+            and (p is t or (type(t) is torch.Tensor and p.dtype is t.dtype and p.is_set_to(t)))
+            for p, t, needed in zip(own, parameters, self.needed)
+        )
+        return own if same else None  # type: ignore[return-value]
+
     def __call__(
         self,
         inputs: list[torch.Tensor],
-        parameters: list[torch.Tensor],
+        parameters: list[torch.Tensor] | None,
         instead: torch.nn.Module | None = None,
     ) -> list[torch.Tensor]:
-        """The tensors of the results. None is left out here and put back by `nested`. instead:
-        called in place of the module, with parameters of its own."""
+        """The tensors of the results. None is left out here and put back by `nested`. parameters:
+        those that the module has meanwhile; None: its own. instead: called in place of the module,
+        with parameters of its own. Inside `alone`."""
         args, kwargs = self.rebuild(inputs)
         with contextlib.ExitStack() as settings:
             if self.device is not None:
@@ -128,8 +153,7 @@ class _Call:
                 settings.enter_context(torch.autocast(device, dtype))
             if instead is not None:
                 result = instead(*args, **kwargs)
-            elif self.module is not None and self.names:
-                settings.enter_context(_exchanges.of(self.module))
+            elif self.module is not None and self.names and parameters is not None:
                 result = torch.func.functional_call(
                     self.module, dict(zip(self.names, parameters)), args, kwargs
                 )
@@ -166,8 +190,9 @@ def ranks_of(keys: list[int]) -> _sharded.Ranks | None:
 def _forward(
     inputs: list[torch.Tensor], parameters: list[torch.Tensor], key: int
 ) -> list[torch.Tensor]:
-    with torch.no_grad():
-        results = _calls[key](inputs, parameters)
+    call = _calls[key]
+    with torch.no_grad(), call.alone():
+        results = call(inputs, None if call.own(parameters) is not None else parameters)
     return [r.clone() if any(r is i for i in inputs) or r._is_view() else r for r in results]
 
 
@@ -202,12 +227,14 @@ def _backward_of(
     grads: list[torch.Tensor], inputs: list[torch.Tensor], parameters: list[torch.Tensor], key: int
 ) -> list[torch.Tensor]:
     call = _calls[key]
-    with _WithAutograd():
+    with _WithAutograd(), call.alone():
+        own = call.own(parameters)
         fresh = [
             t.detach().requires_grad_(t.is_floating_point() or t.is_complex())
-            for t in [*inputs, *parameters]
+            for t in (inputs if own is not None else [*inputs, *parameters])
         ]
-        results = call(fresh[: len(inputs)], fresh[len(inputs) :])
+        fresh += own or []
+        results = call(fresh[: len(inputs)], None if own is not None else fresh[len(inputs) :])
         pairs = [(r, g) for r, g in zip(results, grads) if r.requires_grad]
         wanted = [t for t in fresh if t.requires_grad]
         found: Iterator[torch.Tensor | None]
@@ -287,8 +314,10 @@ def _shapes_of_rows(
         replica = None
         if call.module is not None and not call.shards:
             replica = _replica.evaluating(call.module, call.names, zeros)
-        with torch.no_grad(), _evaluating(None if replica is not None else call.module):
-            results = call(real, zeros, replica)
+        seen = None if replica is not None else call.module
+        with torch.no_grad(), call.alone() if seen is not None else contextlib.nullcontext():
+            with _evaluating(seen):
+                results = call(real, zeros, replica)
     return [(tuple(r.shape), r.dtype) for r in results]
 
 
@@ -346,7 +375,7 @@ class _Runner:
             return self._function(*args, **kwargs)
         at.sort(key=lambda i: not _core.is_lazy(leaves[i]))  # lazy ones first: they tell the rows
         tensors = [leaves[i] for i in at]
-        named: dict[str, torch.Tensor] = {}
+        needed: dict[str, bool] = {}
         shards: list[torch.Tensor] = []
         parameters: list[torch.Tensor] = []
         if self._module is not None and _sharded.is_sharded(self._module):
@@ -355,11 +384,12 @@ class _Runner:
         elif self._module is not None:
             named = _exchanges.own_parameters(self._module)
             parameters = list(named.values())
+            needed = {name: p.requires_grad for name, p in named.items()}
         call = self._call(
             [None if isinstance(x, torch.Tensor) else x for x in leaves],
             structure,
             at,
-            list(named),
+            needed,
             shards,
         )
         if shards:
@@ -377,7 +407,7 @@ class _Runner:
         constants: list[Any],
         structure: Any,
         at: list[int],
-        names: list[str],
+        needed: dict[str, bool],
         shards: list[torch.Tensor],
     ) -> _Call:
         """The `_Call` for these arguments. An equal call gets the same one, so that the recorder
@@ -394,7 +424,7 @@ class _Runner:
             repr(structure),
             tuple(at),
             training,
-            tuple(names),
+            tuple(needed.items()),
             tuple(map(id, shards)),
             tuple((type(c), c) for c in constants),
             _device.CURRENT_DEVICE,
@@ -403,11 +433,11 @@ class _Runner:
         try:
             call = self._known.get(alike)
         except TypeError:  # an argument without a hash
-            return _Call(self._function, rebuild, self._module, names, shards)
+            return _Call(self._function, rebuild, self._module, needed, shards)
         if call is None:
             if len(self._known) >= _MAX_KNOWN:  # an argument that is another one each time
                 self._known.clear()
-            call = self._known[alike] = _Call(self._function, rebuild, self._module, names, shards)
+            call = self._known[alike] = _Call(self._function, rebuild, self._module, needed, shards)
         return call
 
 

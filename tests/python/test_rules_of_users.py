@@ -219,6 +219,58 @@ def test_a_frozen_part_of_a_module_that_trains_stays_frozen():
     assert [k.training for k in m.modules()] == [True, True, False]
 
 
+def hooked(m, calls):
+    """Sees a gradient once, and changes it."""
+    m[0].weight.register_hook(lambda g: (calls.append(g.shape), g * g.abs().sum())[1])
+
+
+def frozen_later(m, calls):
+    m.after = lambda: m[0].weight.requires_grad_(False)
+
+
+def thawed_later(m, calls):
+    m[0].weight.requires_grad_(False)
+    m.after = lambda: m[0].weight.requires_grad_(True)
+
+
+@pytest.mark.parametrize("change", [hooked, frozen_later, thawed_later])
+@pytest.mark.parametrize("wrap", [koila.opaque, lambda m: m])
+@pytest.mark.parametrize("rows", [None, 5])
+def test_hooks_and_flags_of_parameters_mean_what_they_do_in_eager(change, wrap, rows):
+    """With a hook, or flags changed since the step was recorded, an opaque module cannot run with
+    its own parameters: the hook would see each slice's gradient."""
+    x, y = batch()
+    found = []
+    for is_lazy in (False, True):
+        torch.manual_seed(0)
+        m, calls = module(), []
+        change(m, calls)
+        with koila.micro_batch(rows):
+            f = wrap(m) if is_lazy else m
+            loss = F.cross_entropy(f(lazy(x) if is_lazy else x), y)
+            getattr(m, "after", lambda: None)()
+            loss.backward()
+        found.append(([p.grad for p in m.parameters()], calls))
+    (eager, eager_calls), (got, calls) = found
+    assert calls == eager_calls
+    for e, g in zip(eager, got, strict=True):
+        if e is None or g is None:
+            assert e is g
+        else:
+            torch.testing.assert_close(g, e, rtol=1e-12, atol=1e-14)
+
+
+def test_an_opaque_module_with_the_parameters_of_a_functional_call():
+    def f(m, x, y):
+        f = koila.opaque(m) if isinstance(x, koila.LazyTensor) else m
+        names = [n for n, _ in f.named_parameters()]
+        others = [p * 1.5 for p in m.parameters()]
+        out = torch.func.functional_call(f, dict(zip(names, others, strict=True)), (x,))
+        return F.cross_entropy(out, y)
+
+    compare(module, batch, f, slices=SLICES, tol=1e-12)
+
+
 def test_a_structure_that_depends_on_the_arguments():
     f = koila.opaque(lambda x, two=False: (x, x + 1) if two else x * 2)
     x = torch.randn(B, 5)

@@ -737,6 +737,60 @@ def test_threads_run_the_same_opaque_module_at_the_same_moment(rows):
                 torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-12)
 
 
+class Shown(nn.Module):
+    """A thread that knows nothing of koila uses the module each time that it runs."""
+
+    def __init__(self, plain):
+        super().__init__()
+        self.inner = own_model(2).eval()
+        self.plain, self.found = plain, []
+
+    def forward(self, x):
+        self.found.append(in_a_thread(self.plain))
+        return self.inner(x)
+
+
+def freeze_the_first(model):
+    model.layers[0].weight.requires_grad_(False)
+
+
+def tie(model):
+    model.layers[3] = nn.Sequential(model.layers[3], nn.Linear(3, 3, bias=False).double())
+    model.tied = model.layers[3][1]
+
+
+@pytest.mark.about_the_cpu("threads of the test make tensors where they like")
+@pytest.mark.parametrize("change", [None, freeze_the_first, tie])
+@pytest.mark.parametrize("rows", [None, 5])
+def test_a_plain_thread_uses_a_module_while_it_runs_inside_an_opaque_one(rows, change):
+    def plain():
+        own = dict(module.inner.named_parameters())
+        wanted = [p for p in own.values() if p.requires_grad]
+        loss = module.inner(y).square().sum()
+        return own, torch.autograd.grad(loss, wanted)
+
+    module, (x, y) = Shown(plain), (data(s)[0] for s in range(2))
+    if change:
+        change(module.inner)
+    before = dict(module.inner.named_parameters())
+    wanted = [p for p in before.values() if p.requires_grad]
+    expected = torch.autograd.grad(module.inner(x).square().sum(), wanted)
+    expected_plain = torch.autograd.grad(module.inner(y).square().sum(), wanted)
+    f = koila.opaque(module)
+    with koila.micro_batch(rows):
+        got = torch.autograd.grad(f(lazy(x)).square().sum(), wanted)
+    for g, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-9, atol=1e-12)
+    n_slices = 1 if rows is None else -(-B // rows)
+    assert len(module.found) == 1 + 2 * n_slices, "the look-up, each slice forward and backward"
+    for own, gradients in module.found:
+        assert own.keys() == before.keys()
+        assert all(own[name] is p for name, p in before.items())
+        for g, e in zip(gradients, expected_plain, strict=True):
+            assert torch.equal(g, e)
+    assert all(p.grad is None for p in before.values())
+
+
 # ---- what others see of a step that is only tried
 
 
