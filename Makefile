@@ -86,7 +86,7 @@ test-gpu-known: $(CUDA_VENV)/installed
 
 # The environment sees the packages of $(PYTHON), so the torch that is measured is the one in use.
 gpu-report: $(GPU_VENV)/installed
-	$(GPU_PY) tools/gpu_report.py --out $(GPU_REPORT) --suites $(CUDA_SUITES) $(CUDA_OWN) --beside $(CUDA_ALONE) $(CUDA_BESIDE)
+	$(GPU_PY) tools/gpu_report.py --out $(GPU_REPORT) $(GPU_OPTIONS) --suites $(CUDA_SUITES) $(CUDA_OWN) --beside $(CUDA_ALONE) $(CUDA_BESIDE)
 
 bench: $(VENV)/installed
 	$(PY) bench/bench_engine.py

@@ -4,9 +4,11 @@
     python tools/gpu_report.py [--out gpu-report.json] [--only tests,replay,prediction,speed]
     python tools/gpu_report.py --keep FILE           on a simulated device: what others compare with
     python tools/gpu_report.py --read FILE           the summary of a report that was made elsewhere
+    ... --test-seconds N    test files that have not ended by then are left out, and named as such
 
-It writes one file, with nothing in it but the names, versions and numbers below, and prints where
-the hardware agrees with the simulated device (tests/fakecuda) and where it does not:
+It writes one file (anew after each part), with nothing in it but the names, versions and numbers
+below, and prints where the hardware agrees with the simulated device (tests/fakecuda) and where it
+does not:
 
 - tests: the test suites with every tensor on the GPU. On the simulated device all of them pass but
   those of tests/fakecuda/known_failures.txt.
@@ -25,11 +27,13 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +69,21 @@ def describe_device() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),
         "python": platform.python_version(),
         "koila": commit(),
+        "rows_of_attention": rows_of_attention(),
+    }
+
+
+def rows_of_attention() -> dict[str, str]:
+    """Of each kernel of fused attention: by what the numbers that dropout draws for a row of the
+    batch were found, if they were. Only hardware can tell it of cuDNN's."""
+    import torch
+    from koila import _attention
+
+    x = torch.empty(3, 2, 36, 16, dtype=torch.half, device="cuda")
+    return {
+        "flash": _attention.rows_found_by(x, _attention.FLASH),
+        "efficient": _attention.rows_found_by(x, _attention.EFFICIENT),
+        "cudnn": _attention.rows_found_by(x, _attention.CUDNN),
     }
 
 
@@ -78,27 +97,48 @@ def commit() -> str:
 # ---- the parts: each returns what it found, as JSON
 
 
-def run_tests(suites: list[str], beside: list[str], processes: int) -> dict[str, Any]:
+def run_tests(
+    suites: list[str], beside: list[str], processes: int, seconds: float | None
+) -> dict[str, Any]:
     """Runs `suites` with every tensor on the GPU, and those `beside` it with tensors where they
     say. Tests that passed are counted by file, all others are named with their first line of
-    reason."""
-    found = run_pytest(suites, processes, {"KOILA_DEVICE": "cuda"})
-    if beside and "error" not in found:
-        more = run_pytest(beside, processes, {})
-        found = more if "error" in more else {k: {**found[k], **more[k]} for k in found}
+    reason. seconds: for all; then file by file, so that what has ended counts, and those that
+    have not are `left_out`."""
+    until = None if seconds is None else time.monotonic() + seconds
+    found: dict[str, dict[str, Any]] = {"passed": {}, "failed": {}, "skipped": {}, "left_out": {}}
+    for files, environment in ((suites, {"KOILA_DEVICE": "cuda"}), (beside, {})):
+        for group in [files] if until is None else [[file] for file in files]:
+            left = None if until is None else max(0, until - time.monotonic())
+            more = run_pytest(group, processes, environment, left) if group else {}
+            if "error" in more:
+                return more
+            for outcome, tests in more.items():
+                found[outcome].update(tests)
     return found
 
 
-def run_pytest(suites: list[str], processes: int, environment: dict[str, str]) -> dict[str, Any]:
+def run_pytest(
+    suites: list[str], processes: int, environment: dict[str, str], seconds: float | None
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "tests.xml"
         command = [sys.executable, "-m", "pytest", *suites, "-q", f"--junitxml={xml}"]
         command += ["-o", "junit_family=xunit2"]
         if processes > 1:
             command += ["-n", str(processes), "--dist", "worksteal"]
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment})
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **environment}, start_new_session=True
+        )
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return {"left_out": {file: f"not done after {seconds:.0f} s" for file in suites}}
+        finally:
+            if process.poll() is None:  # with all that it has started
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         if not xml.exists():
-            return {"error": f"pytest ended with status {done.returncode} and left no result"}
+            return {"error": f"pytest ended with status {status} and left no result"}
         return count_outcomes(xml)
 
 
@@ -173,6 +213,8 @@ def compare_tests(found: dict[str, Any], known: set[str]) -> list[str]:
         f"{sum(found['passed'].values())} tests passed, {len(found['failed'])} failed, "
         f"{len(found['skipped'])} skipped"
     ]
+    for file, reason in found.get("left_out", {}).items():
+        lines.append(f"left out, for --test-seconds: {file}: {reason}")
     for test, reason in found["failed"].items():
         expected = test in known or test.split("[")[0] in known
         word = "fails on the simulated device too" if expected else "DIFFERS: passes when simulated"
@@ -224,6 +266,10 @@ def summary(report: dict[str, Any], simulated: dict[str, Any], known: set[str]) 
         f"{device['gpu']}, {device['memory'] / MIB:,.0f} MiB, torch {device['torch']}, "
         f"koila {device['koila']}" + (" (SIMULATED DEVICE)" if device["simulated"] else "")
     ]
+    for kernel, found_by in device.get("rows_of_attention", {}).items():
+        lines.append(
+            f"{kernel} attention with dropout: the numbers of a row are found by {found_by}"
+        )
     for part in PARTS:
         found = report.get(part)
         if found is None:
@@ -251,15 +297,21 @@ def failed(report: dict[str, Any]) -> bool:
 
 
 def make_report(
-    parts: list[str], suites: list[str], beside: list[str], processes: int
+    old: dict[str, Any],
+    parts: list[str],
+    run_suites: Callable[[], dict[str, Any]],
+    save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    report: dict[str, Any] = {"format": FORMAT, "device": describe_device(), "seconds": {}}
+    """old: a report whose parts stay where they are not run again. save: gets the report after each
+    part, so that one that is broken off has those before."""
+    report = {**old, "format": FORMAT, "device": describe_device()}
+    report["seconds"] = dict(old.get("seconds", {}))
     with tempfile.TemporaryDirectory() as folder:
         for part in parts:
             print(f"gpu_report: {part} ...", file=sys.stderr, flush=True)
             started = time.monotonic()
             if part == "tests":
-                report[part] = run_tests(suites, beside, processes)
+                report[part] = run_suites()
             elif part == "replay":
                 report[part] = run_replay(Path(folder) / part)
             elif part == "prediction":
@@ -267,11 +319,16 @@ def make_report(
             else:
                 report[part] = run_speed()
             report["seconds"][part] = round(time.monotonic() - started, 1)
+            save(report)
     return report
 
 
 def read_json(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def write_json(path: Path, report: dict[str, Any]) -> None:
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> int:
@@ -293,6 +350,7 @@ def main() -> int:
     parser.add_argument(
         "--processes", type=int, default=1, help="of pytest; more than one blurs measured memory"
     )
+    parser.add_argument("--test-seconds", type=float, help="for all test files; no limit without")
     args = parser.parse_args()
     parts = args.only.split(",")
     for unknown in set(parts) - set(PARTS):
@@ -306,13 +364,16 @@ def main() -> int:
     else:
         if "tests" in parts and not args.suites:
             parser.error("--suites names the test files; make gpu-report gives them")
-        report = make_report(parts, args.suites, args.beside, args.processes)
-        if args.keep and not report["device"]["simulated"]:
+        if args.keep and not describe_device()["simulated"]:
             parser.error("--keep is for a simulated device; this GPU is a real one")
-        if args.keep:  # parts that did not run stay as they were
-            old = read_json(args.keep)
-            report = {**old, **report, "seconds": {**old.get("seconds", {}), **report["seconds"]}}
-        (args.keep or args.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        file = args.keep or args.out
+        suites = (args.suites, args.beside, args.processes, args.test_seconds)
+        report = make_report(
+            read_json(args.keep) if args.keep else {},
+            parts,
+            lambda: run_tests(*suites),
+            lambda so_far: write_json(file, so_far),
+        )
     print(*summary(report, read_json(SIMULATED), known_failures()), sep="\n")
     if not args.read and not args.keep:
         print(f"\nwritten to {args.out}: please send it back")

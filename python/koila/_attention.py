@@ -303,6 +303,12 @@ def _first_that_draws(trial: _Trial) -> _Distance:
     return _nowhere
 
 
+def rows_found_by(x: torch.Tensor, kernel_number: int) -> str:
+    """For tools/gpu_report.py: the distance at which attention of x to itself draws its rows."""
+    trial = _Trial.of(x, x, x, None, Call(_TRIED_DROPOUT, False, None, kernel_number))
+    return _first_that_draws(trial).__name__.strip("_")
+
+
 def _draws_by_row(trial: _Trial, distance_of: _Distance) -> bool:
     """Do the kernels of this build draw any row as the whole does, and does the generator move as
     _advance says?"""

@@ -150,6 +150,9 @@ def test_cudnn_attention_is_cut_where_an_offset_leads_to_a_row_and_runs_whole_wh
     ((trial, found),) = _attention._tried.items()
     assert trial.matrix == (2, LENGTH, LENGTH) and trial.masked == masked
     assert (found is _attention._nowhere) == is_whole
+    x = torch.empty(3, 2, LENGTH, 16, dtype=torch.float16, device="cuda")
+    word = "nowhere" if is_whole else heads_differ_by
+    assert _attention.rows_found_by(x, _attention.CUDNN) == word
 
 
 def test_the_comparison_finds_rows_that_are_drawn_elsewhere(monkeypatch):

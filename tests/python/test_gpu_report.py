@@ -114,6 +114,33 @@ def test_outcomes_of_pytest_are_counted(tmp_path):
     assert found["skipped"] == {"test_three.py::test_left": "no GPU"}
 
 
+@pytest.mark.parametrize("seconds", [None, 0])
+def test_files_for_which_there_is_no_time_are_left_out_and_named(seconds, tmp_path):
+    files = [str(tmp_path / name) for name in ("test_one.py", "test_two.py")]
+    for file in files:
+        Path(file).write_text("def test_good(): pass\n")
+    found = gpu_report.run_tests(files[:1], files[1:], 1, seconds)
+    assert list(found["left_out"]) == ([] if seconds is None else files)
+    assert sum(found["passed"].values()) == (2 if seconds is None else 0)
+    lines = gpu_report.compare_tests(found, set())
+    assert sum("left out, for --test-seconds" in line for line in lines) == len(found["left_out"])
+
+
+def test_a_report_that_is_broken_off_has_the_parts_before(monkeypatch):
+    saved = []
+    monkeypatch.setattr(gpu_report, "describe_device", lambda: REPORT["device"])
+    monkeypatch.setattr(gpu_report, "run_replay", lambda folder: REPORT["replay"])
+    monkeypatch.setattr(gpu_report, "run_prediction", lambda folder: 1 / 0)
+    old = {"tests": REPORT["tests"], "seconds": {"tests": 1.0}}
+    with pytest.raises(ZeroDivisionError):
+        gpu_report.make_report(
+            old, ["replay", "prediction"], dict, lambda r: saved.append(copy.deepcopy(r))
+        )
+    (report,) = saved
+    assert report["tests"] == REPORT["tests"] and "prediction" not in report
+    assert "1 of 1 histories replayed exactly" in said(report)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
