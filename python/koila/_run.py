@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from ._query_rows import query_rows, query_rows_backward
-from ._spatial_rows import conv_rows, conv_rows_weight
+from . import _spatial_rows as spatial
 from ._torch import BelowAutograd, ModesAside as ModesAside, torch, untyped_storage
 
 
@@ -184,8 +184,14 @@ PSEUDO: dict[str, Any] = {
     "koila::embedding_bag": _embedding_bag,
     "koila::embedding_bag_backward": _embedding_bag_backward,
     "koila::embedding_bag_weights_backward": _embedding_bag_weights_backward,
-    "koila::conv_rows": conv_rows,
-    "koila::conv_rows_weight": conv_rows_weight,
+    "koila::conv_rows": spatial.conv_rows,
+    "koila::conv_rows_weight": spatial.conv_rows_weight,
+    "koila::max_pool_rows": spatial.max_pool_rows,
+    "koila::max_pool_rows_backward": spatial.max_pool_rows_backward,
+    "koila::avg_pool_rows": spatial.avg_pool_rows,
+    "koila::avg_pool_rows_backward": spatial.avg_pool_rows_backward,
+    "koila::resample_rows": spatial.resample_rows,
+    "koila::resample_rows_backward": spatial.resample_rows_backward,
     "koila::query_rows": query_rows,
     "koila::query_rows_backward": query_rows_backward,
 }

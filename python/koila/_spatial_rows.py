@@ -5,7 +5,10 @@ of the input only."""
 
 from __future__ import annotations
 
-from typing import Any
+import bisect
+import functools
+import math
+from typing import Any, NamedTuple
 
 from ._torch import torch
 
@@ -100,3 +103,329 @@ def conv_rows_weight(
     return aten.convolution_backward(
         small, seen, weight, None, stride, inner, dilation, False, none, groups, mask
     )[1]
+
+
+# ---- pooling: a slice runs torch's own operator on some rows of the input, begun so many windows
+# earlier that its padding touches none of the rows that are kept
+
+
+class _Pool(NamedTuple):
+    """The window along the dimension that is cut, of an input of `size` rows there."""
+
+    size: int
+    stride: int
+    padding: int
+    extent: int
+
+    @classmethod
+    def of(
+        cls,
+        size: int,
+        axis: int,
+        kernel: list[int],
+        stride: list[int],
+        padding: list[int],
+        dilation: list[int] | None = None,
+    ) -> _Pool:
+        step = dilation[axis] if dilation else 1
+        return cls(size, stride[axis], padding[axis], (kernel[axis] - 1) * step + 1)
+
+    def first_window(self, first: int) -> int:
+        """The window to begin with, for results from `first` on."""
+        return max(0, first + -self.padding // self.stride)
+
+    def end_row(self, last: int) -> int:
+        """The rows of the input end there for a piece whose last window is that one."""
+        return min(self.size, last * self.stride - self.padding + self.extent)
+
+    def windows_of(self, first: int, n: int, n_windows: int) -> tuple[int, int]:
+        """Those that see some of the rows first .. first + n of the input."""
+        low = max(0, -((self.extent - 1 - first - self.padding) // self.stride))
+        return low, min(n_windows, (first + n - 1 + self.padding) // self.stride + 1)
+
+    @property
+    def is_apart(self) -> bool:
+        return self.padding == 0 and self.extent <= self.stride
+
+
+def _alike(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """y, channels last if x is."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
+        return y.contiguous()
+    return y.contiguous(memory_format=last)
+
+
+def _some(y: torch.Tensor, dim: int, first: int, n: int) -> torch.Tensor:
+    return y if n == y.shape[dim] else y.narrow(dim, first, n).clone()
+
+
+def max_pool_rows(
+    x: torch.Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    ceil_mode: bool,
+    size: int,
+    dim: int,
+    begin: int,
+    first: int,
+    n: int,
+) -> Any:
+    axis = dim - (x.dim() - len(kernel))
+    pool = _Pool.of(size, axis, kernel, stride, padding, dilation)
+    window = pool.first_window(first)
+    low = window * pool.stride
+    length = pool.end_row(first + n - 1) - low
+    call = aten.max_pool2d_with_indices if len(kernel) == 2 else aten.max_pool3d_with_indices
+    piece = x.narrow(dim, low - begin, length)
+    made = call(piece, kernel, stride, padding, dilation, ceil_mode)
+    values, indices = (_some(t, dim, first - window, n) for t in made)
+    inner = math.prod(x.shape[dim + 1 :])
+    if axis == 0:
+        return values, indices.add_(low * inner)
+    planes = indices.div(length * inner, rounding_mode="floor")
+    return values, indices.add_(planes.mul_(size - length).add_(low).mul_(inner))
+
+
+def max_pool_rows_backward(
+    grad: torch.Tensor,
+    indices: torch.Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    sizes: list[int],
+    dim: int,
+    begin: int,
+    first: int,
+    n: int,
+) -> Any:
+    n_outer = grad.dim() - len(kernel)
+    axis = dim - n_outer
+    pool = _Pool.of(sizes[axis], axis, kernel, stride, padding, dilation)
+    low, high = pool.windows_of(first, n, begin + grad.shape[dim])
+    shape = [*grad.shape[:n_outer], *(n if d == axis else s for d, s in enumerate(sizes))]
+    gx = grad.new_zeros(shape)
+    if low >= high:
+        return _alike(gx, grad)
+    g, at = (t.narrow(dim, low - begin, high - low) for t in (grad, indices))
+    inner = math.prod(sizes[axis + 1 :])
+    rows = at.div(inner, rounding_mode="floor")
+    planes = rows.div(pool.size, rounding_mode="floor")
+    rows = rows - planes * pool.size - first
+    local = (planes * n + rows) * inner + at % inner
+    if not pool.is_apart:
+        inside = (rows >= 0) & (rows < n)
+        g, local = g.where(inside, 0), local.where(inside, 0)
+    gx.flatten(n_outer).scatter_add_(-1, local.flatten(n_outer), g.flatten(n_outer))
+    return _alike(gx, grad)
+
+
+def avg_pool_rows(
+    x: torch.Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    ceil_mode: bool,
+    counts_padding: bool,
+    divisor: int | None,
+    dim: int,
+    begin: int,
+    first: int,
+    n: int,
+) -> Any:
+    pool = _Pool.of(x.shape[dim], dim - (x.dim() - len(kernel)), kernel, stride, padding)
+    window = pool.first_window(first)
+    low = window * pool.stride
+    call = aten.avg_pool2d if len(kernel) == 2 else aten.avg_pool3d
+    piece = x.narrow(dim, low - begin, pool.end_row(first + n - 1) - low)
+    made = call(piece, kernel, stride, padding, ceil_mode, counts_padding, divisor)
+    return _some(made, dim, first - window, n)
+
+
+def avg_pool_rows_backward(
+    grad: torch.Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    ceil_mode: bool,
+    counts_padding: bool,
+    divisor: int | None,
+    sizes: list[int],
+    dim: int,
+    begin: int,
+    first: int,
+    n: int,
+) -> Any:
+    n_outer = grad.dim() - len(kernel)
+    axis = dim - n_outer
+    pool = _Pool.of(sizes[axis], axis, kernel, stride, padding)
+    low, high = pool.windows_of(first, n, begin + grad.shape[dim])
+    outer = list(grad.shape[:n_outer])
+    gx = grad.new_zeros([*outer, *(n if d == axis else s for d, s in enumerate(sizes))])
+    if low >= high:
+        return _alike(gx, grad)
+    window = pool.first_window(low)
+    begin_row, end_row = window * pool.stride, pool.end_row(high - 1)
+    length = end_row - begin_row
+    shape = [*outer, *(length if d == axis else s for d, s in enumerate(sizes))]
+    n_windows = _n_windows(pool, length, ceil_mode)
+    g = grad.new_zeros([n_windows if d == dim else s for d, s in enumerate(grad.shape)])
+    g.narrow(dim, low - window, high - low).copy_(grad.narrow(dim, low - begin, high - low))
+    call = aten.avg_pool2d_backward if len(kernel) == 2 else aten.avg_pool3d_backward
+    made = call(
+        g, grad.new_empty(shape), kernel, stride, padding, ceil_mode, counts_padding, divisor
+    )
+    begin_of, end_of = max(first, begin_row), min(first + n, end_row)
+    if begin_of < end_of:
+        some = made.narrow(dim, begin_of - begin_row, end_of - begin_of)
+        gx.narrow(dim, begin_of - first, end_of - begin_of).copy_(some)
+    return _alike(gx, grad)
+
+
+def _n_windows(pool: _Pool, length: int, ceil_mode: bool) -> int:
+    """Of an input of that length, as torch counts them."""
+    more = pool.stride - 1 if ceil_mode else 0
+    n = (length + 2 * pool.padding - pool.extent + more) // pool.stride + 1
+    return n - 1 if ceil_mode and (n - 1) * pool.stride >= length + pool.padding else n
+
+
+# ---- upsampling: row o of the result is made of the rows low[o] and high[o] of the input
+
+
+_NEAREST, _NEAREST_EXACT, _LINEAR = range(3)  # as src/placement/rules_resample.c numbers them
+_MODES = ("upsample_nearest{}d", "_upsample_nearest_exact{}d")
+_LINEARS = ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
+
+
+def _operator(mode: int, n_spatial: int, suffix: str = "") -> Any:
+    name = _LINEARS[n_spatial - 1] if mode == _LINEAR else _MODES[mode].format(n_spatial)
+    return getattr(aten, name + suffix)
+
+
+class _Rows(NamedTuple):
+    """Of all rows of the result: the rows that they are made of, and the share of the second."""
+
+    low: torch.Tensor
+    high: torch.Tensor | None  # None: all of low
+    share: torch.Tensor | None
+    lows: list[int]
+    highs: list[int]
+
+
+@functools.lru_cache(maxsize=64)
+def _rows_made(
+    mode: int, align: bool, size: int, made: int, scale: float | None, dtype: Any, device: Any
+) -> _Rows:
+    """With the arithmetic of torch's own kernels, in their type."""
+    if mode != _LINEAR:
+        numbers = torch.arange(size, dtype=dtype, device=device).view(1, 1, size)
+        low = _operator(mode, 1)(numbers, [made], scale).flatten().long()
+        rows: list[int] = low.tolist()
+        return _Rows(low, None, None, rows, rows)
+    at = torch.arange(made, dtype=dtype, device=device)
+    rows_a_row = torch.tensor(size - align, dtype=dtype, device=device) / max(made - align, 1)
+    if align:
+        at = at * rows_a_row if made > 1 else torch.zeros_like(at)
+    elif scale:
+        at = ((at + 0.5) * (1.0 / scale) - 0.5).clamp_min(0)
+    else:
+        at = ((at + 0.5) * rows_a_row - 0.5).clamp_min(0)
+    low = at.long().clamp_max(size - 1)
+    high = (low + 1).clamp_max(size - 1)
+    share = (at - low).clamp(0, 1)
+    return _Rows(low, high, share, low.tolist(), high.tolist())
+
+
+def _rows_of(
+    x: torch.Tensor,
+    mode: int,
+    align: bool,
+    sizes: list[int],
+    made: list[int],
+    axis: int,
+    scales: tuple[float | None, ...],
+) -> _Rows:
+    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+    return _rows_made(mode, align, sizes[axis], made[axis], scales[axis], wide, x.device)
+
+
+def _others(sizes: list[int], made: list[int], axis: int) -> bool:
+    """Is another dimension resampled too?"""
+    return any(a != b for d, (a, b) in enumerate(zip(sizes, made)) if d != axis)
+
+
+def _with(numbers: list[int], axis: int, n: int) -> list[int]:
+    return [n if d == axis else s for d, s in enumerate(numbers)]
+
+
+def _beside(share: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    return share.view([-1 if d == dim else 1 for d in range(x.dim())])
+
+
+def resample_rows(
+    x: torch.Tensor,
+    sizes: list[int],
+    made: list[int],
+    mode: int,
+    align: bool,
+    dim: int,
+    begin: int,
+    first: int,
+    n: int,
+    *scales: float | None,
+) -> Any:
+    axis = dim - _BATCH_AND_CHANNELS
+    rows = _rows_of(x, mode, align, sizes, made, axis, scales)
+    some = slice(first, first + n)
+    y = x.index_select(dim, rows.low[some] - begin)
+    if rows.high is not None and rows.share is not None:
+        wide = y.to(rows.share.dtype)
+        share = _beside(rows.share[some], y, dim)
+        second = x.index_select(dim, rows.high[some] - begin)
+        y = (wide * (1 - share)).addcmul_(second.to(wide.dtype), share)
+    if _others(sizes, made, axis):
+        kept = [None if d == axis else s for d, s in enumerate(scales)]
+        options = [align] if mode == _LINEAR else []
+        y = _operator(mode, len(sizes))(y, _with(made, axis, n), *options, *kept)
+    return _alike(y.to(x.dtype), x)
+
+
+def resample_rows_backward(
+    grad: torch.Tensor,
+    sizes: list[int],
+    made: list[int],
+    mode: int,
+    align: bool,
+    dim: int,
+    begin: int,
+    first: int,
+    n: int,
+    *scales: float | None,
+) -> Any:
+    axis = dim - _BATCH_AND_CHANNELS
+    rows = _rows_of(grad, mode, align, sizes, made, axis, scales)
+    low, high = bisect.bisect_left(rows.highs, first), bisect.bisect_left(rows.lows, first + n)
+    wide = rows.share.dtype if rows.share is not None else grad.dtype
+    outer = list(grad.shape[:_BATCH_AND_CHANNELS])
+    gx = torch.zeros([*outer, *_with(sizes, axis, n)], dtype=wide, device=grad.device)
+    g = grad.narrow(dim, low - begin, high - low).to(wide)
+    if _others(sizes, made, axis) and low < high:
+        kept = [None if d == axis else s for d, s in enumerate(scales)]
+        options = [align] if mode == _LINEAR else []
+        before = [*outer, *_with(sizes, axis, high - low)]
+        after = _with(made, axis, high - low)
+        g = _operator(mode, len(sizes), "_backward")(g, after, before, *options, *kept)
+    for index, numbers, is_second in ((rows.low, rows.lows, False), (rows.high, rows.highs, True)):
+        begin_of = bisect.bisect_left(numbers, first)
+        end_of = bisect.bisect_left(numbers, first + n)
+        if index is None or begin_of >= end_of:
+            continue
+        part = g.narrow(dim, begin_of - low, end_of - begin_of)
+        if rows.share is not None:
+            share = rows.share[begin_of:end_of]
+            part = part * _beside(share if is_second else 1 - share, part, dim)
+        gx.index_add_(dim, index[begin_of:end_of] - first, part)
+    return _alike(gx.to(grad.dtype), grad)

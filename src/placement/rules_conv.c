@@ -1,38 +1,5 @@
-/* rules_conv.c — pooling, resampling, padding: images of the batch are independent. */
+/* rules_conv.c — padding, unfolding and grids: images of the batch are independent. */
 #include "placement/rules.h"
-
-/* Pooling and the like over the last `n_spatial` dims: all dims before them are independent, for
- * every tensor and result alike. */
-static bool images(koila__case *c, uint32_t n_spatial)
-{
-    const uint32_t lead = koila__lead(c);
-    if (koila__any_p(c) || lead == KOILA_NONE)
-        return false;
-    const koila_placement p = c->in[lead];
-    const uint32_t n_dims = c->in_meta[lead]->n_dims;
-    if (p.dim + n_spatial >= n_dims)
-        return false;
-    for (uint32_t i = 0; i < c->n_in; i++)
-        if (c->in_meta[i]->n_dims != n_dims || !koila__need(c, i, p))
-            return false;
-    for (uint32_t j = 0; j < c->n_out; j++)
-        if (c->out_meta[j] && c->out_meta[j]->n_dims != n_dims)
-            return false;
-    return koila__out_all(c, p);
-}
-bool koila__rule_images1(koila__case *c) { return images(c, 1); }
-bool koila__rule_images2(koila__case *c) { return images(c, 2); }
-bool koila__rule_images3(koila__case *c) { return images(c, 3); }
-
-/* upsample*_backward(grad, output_size, input_size, ...): the list of input sizes follows the slice
- */
-static bool upsample_backward(koila__case *c, uint32_t n_spatial)
-{
-    return c->n_in == 1 && images(c, n_spatial) && koila__fix_add(c, KOILA__FIX_SIZES, 2, 0);
-}
-bool koila__rule_upsample1_backward(koila__case *c) { return upsample_backward(c, 1); }
-bool koila__rule_upsample2_backward(koila__case *c) { return upsample_backward(c, 2); }
-bool koila__rule_upsample3_backward(koila__case *c) { return upsample_backward(c, 3); }
 
 /* constant_pad_nd(x, pad, value): pad names dims from the last, two numbers each */
 bool koila__rule_pad(koila__case *c)

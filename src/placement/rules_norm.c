@@ -12,7 +12,7 @@
  * variance, eps 0), which gives gw = sum dy * (x - mean) * invstd and gb = sum dy:
  *   gx = (dy - gb / n) * invstd * weight  -  (x - mean) * (gw * invstd / n) * invstd * weight
  * Statistics are kept in the accumulate type and merged pairwise (koila::moments in pseudo.def), so
- * no digit is lost to splitting. */
+ * no digit is lost to splitting. Group norm along a spatial dimension is rewritten alike. */
 #include "placement/rewrite.h"
 
 /* ---- layer norm: the last dims named by `shape` are one row */
@@ -51,28 +51,6 @@ bool koila__rule_layer_norm_backward(koila__case *c)
 bool koila__rule_rms_norm_backward(koila__case *c)
 {
     return koila__input_at(c, 3) == 2 && norm_backward(c, 3, 2);
-}
-
-/* ---- group norm: (x[N, C, ...], weight?, bias?, N, C, HxW, groups, eps) -> out, mean[N, groups],
- * rstd[N, groups] */
-
-bool koila__rule_group_norm(koila__case *c)
-{
-    if (koila__any_p(c) || !koila__is_s(c->in[0]) || c->in[0].dim != 0)
-        return false;
-    for (uint32_t i = 1; i < c->n_in; i++)
-        koila__need_r(c, i);
-    return koila__fix_add(c, KOILA__FIX_EXTENT, 3, 0) && koila__out_all(c, c->in[0]);
-}
-
-/* (grad, x, mean, rstd, weight?, N, C, HxW, groups, mask) -> gx, gw, gb */
-bool koila__rule_group_norm_backward(koila__case *c)
-{
-    const uint32_t lead = koila__lead_among(c, 4);
-    if (koila__any_p(c) || c->n_in < 4 || lead == KOILA_NONE || c->in[lead].dim != 0)
-        return false;
-    return koila__need_rows(c, 4, c->in[lead]) && koila__out_rows_and_sums(c, c->in[lead]) &&
-           koila__fix_add(c, KOILA__FIX_EXTENT, 5, KOILA__FIX_OF_INPUT + lead);
 }
 
 /* ---- batch norm */
@@ -427,6 +405,273 @@ bool koila__rule_batch_norm_backward(koila__case *c)
     if (train)
         return batch_norm_backward_training(c);
     return koila__need_rows(c, 2, c->in[lead]) && koila__out_rows_and_sums(c, c->in[lead]);
+}
+
+/* ---- group norm: (x[N, C, ...], weight?, bias?, N, C, HxW, groups, eps) -> out, mean[N, groups],
+ * rstd[N, groups]. Samples are independent. Along a spatial dimension:
+ *
+ *   m = koila::moments(x, spatial dims)     f[3, N, C], partial; those of a group come from it
+ *   out = bias + (x - mean) * rstd * weight
+ *   gx = dy * rstd * weight - (x - mean) * rstd^3 * a / n - rstd * b / n
+ *   gw = sum over N of ds * rstd, gb = sum over N of db
+ *   with ds = sum dy * (x - mean), db = sum dy, both [N, C] and partial; a and b: sums of
+ *   ds * weight and of db * weight over the channels of a group; n: elements of a group */
+
+/* Numbers of a call, and the metas of what a group norm is written out with. */
+typedef struct grouped {
+    koila__case *c;
+    const koila_meta_info *x;
+    int64_t n_samples, n_channels, n_groups;
+    double n_area;                     /* elements of a channel */
+    koila_dtype type;                  /* in which is computed */
+    koila_meta wide, channels, groups; /* of x, of [N, C], of [N, groups] */
+} grouped;
+
+static bool grouped_init(grouped *g, koila__case *c, uint32_t x, uint32_t pos_groups)
+{
+    const koila_meta_info *m = c->in_meta[x];
+    if (!c->may_emit || m->n_dims < 3 || !koila__dtype_is_float(m->dtype))
+        return false;
+    *g = (grouped){ .c = c,
+                    .x = m,
+                    .n_samples = m->size[0],
+                    .n_channels = m->size[1],
+                    .type = koila__accumulate_type(m->dtype) };
+    if (!koila__arg_int(c, pos_groups, 1, &g->n_groups) || g->n_groups < 1 || g->n_channels < 1 ||
+        g->n_channels % g->n_groups || m->n_elements == 0)
+        return false;
+    const int64_t of_channels[2] = { g->n_samples, g->n_channels };
+    const int64_t of_groups[2] = { g->n_samples, g->n_groups };
+    g->n_area = (double)(m->n_elements / (uint64_t)(g->n_samples * g->n_channels));
+    g->wide = koila__emit_meta_like(c, m, g->type);
+    g->channels = koila__emit_meta(c, m, g->type, 2, of_channels);
+    g->groups = koila__emit_meta(c, m, g->type, 2, of_groups);
+    return g->wide != KOILA_NONE && g->channels != KOILA_NONE && g->groups != KOILA_NONE;
+}
+
+/* op(v, dims, keepdim = false) */
+static koila_value reduced(const grouped *g, const char *op, koila_value v, const int64_t *dims,
+                           uint32_t n, koila_meta out)
+{
+    koila__call k;
+    koila__emit_begin(g->c, &k, op, 0);
+    koila__emit_value(&k, v);
+    koila__emit_ints(&k, dims, n);
+    koila__emit_bool(&k, false);
+    return koila__emit_end(&k, out);
+}
+
+/* op over the channels of each group: v[N, C] -> [N, groups]. */
+static koila_value by_group(const grouped *g, const char *op, koila_value v, koila_meta out)
+{
+    const int64_t size[3] = { g->n_samples, g->n_groups, g->n_channels / g->n_groups };
+    const int64_t last = 2;
+    return reduced(g, op, koila__emit_view(g->c, v, 3, size), &last, 1, out);
+}
+
+/* v[N, groups] for each channel: [N, C]. */
+static koila_value to_channels(const grouped *g, koila_value v, koila_meta out)
+{
+    koila__call k;
+    koila__emit_begin(g->c, &k, "aten::repeat_interleave.self_int", 0);
+    koila__emit_value(&k, v);
+    koila__emit_int(&k, g->n_channels / g->n_groups);
+    koila__emit_int(&k, 1);
+    return koila__emit_end(&k, out);
+}
+
+/* v[N, C], or a vector [C], beside x. */
+static koila_value beside(const grouped *g, koila_value v)
+{
+    const koila_meta_info *m = koila__emit_meta_of(g->c, v);
+    int64_t size[KOILA_MAX_DIMS];
+    if (!m)
+        return KOILA_NONE;
+    for (uint32_t d = 0; d < g->x->n_dims; d++)
+        size[d] = 1;
+    size[0] = m->n_dims == 2 ? g->n_samples : 1;
+    size[1] = g->n_channels;
+    return koila__emit_view(g->c, v, g->x->n_dims, size);
+}
+
+static koila_value addcmul(const grouped *g, koila_value sum, koila_value a, koila_value b,
+                           koila_meta out)
+{
+    koila__call k;
+    koila__emit_begin(g->c, &k, "aten::addcmul", 0);
+    koila__emit_value(&k, sum);
+    koila__emit_value(&k, a);
+    koila__emit_value(&k, b);
+    return koila__emit_end(&k, out);
+}
+
+/* Input `input` in the type in which is computed; KOILA_NONE: there is none. */
+static koila_value widened(const grouped *g, uint32_t input)
+{
+    return input == KOILA_NONE ? KOILA_NONE
+                               : koila__emit_cast(g->c, g->c->in_value[input], g->type);
+}
+
+/* a * v, with v a vector of channels; a, where there is none. */
+static koila_value weighed(const grouped *g, koila_value a, koila_value v)
+{
+    return v == KOILA_NONE ? a : koila__emit_binary(g->c, "aten::mul.Tensor", a, v, g->channels);
+}
+
+static koila_value spatial_moments(const grouped *g, koila_dtype type)
+{
+    const int64_t size[3] = { 3, g->n_samples, g->n_channels };
+    int64_t dims[KOILA_MAX_DIMS];
+    koila__call k;
+    for (uint32_t d = 2; d < g->x->n_dims; d++)
+        dims[d - 2] = d;
+    koila__emit_begin(g->c, &k, "koila::moments", 0);
+    koila__emit_value(&k, g->c->in_value[0]);
+    koila__emit_ints(&k, dims, g->x->n_dims - 2u);
+    return koila__emit_end(&k, koila__emit_meta(g->c, g->x, type, 3, size));
+}
+
+/* The mean and 1 / sqrt(variance + eps) of each group, from the moments of its channels. */
+static bool group_statistics(const grouped *g, double eps, koila_value *mean, koila_value *rstd)
+{
+    koila__case *c = g->c;
+    const koila_dtype type = koila__moments_type(g->x->dtype);
+    const int64_t of_channels[2] = { g->n_samples, g->n_channels };
+    const int64_t of_groups[2] = { g->n_samples, g->n_groups };
+    const koila_meta channels = koila__emit_meta(c, g->x, type, 2, of_channels);
+    const koila_meta groups = koila__emit_meta(c, g->x, type, 2, of_groups);
+    const koila_value m = spatial_moments(g, type);
+    const koila_value means = row(c, m, 1);
+    *mean = by_group(g, "aten::mean.dim", means, groups);
+    const koila_value off =
+        koila__emit_binary(c, "aten::sub.Tensor", means, to_channels(g, *mean, channels), channels);
+    const koila_value off2 = koila__emit_binary(c, "aten::mul.Tensor", off, off, channels);
+    const koila_value between =
+        koila__emit_scalar(c, "aten::mul.Tensor", off2, g->n_area, channels);
+    const koila_value squares =
+        koila__emit_binary(c, "aten::add.Tensor", row(c, m, 2), between, channels);
+    const double n = g->n_area * (double)(g->n_channels / g->n_groups);
+    koila_value var = by_group(g, "aten::sum.dim_IntList", squares, groups);
+    var = koila__emit_scalar(c, "aten::div.Tensor", var, n, groups);
+    var = koila__emit_scalar(c, "aten::add.Tensor", var, eps, groups);
+    *rstd = koila__emit_unary(c, "aten::rsqrt", var, groups);
+    return *rstd != KOILA_NONE;
+}
+
+/* Result j of the recorded type. */
+static void give(koila__case *c, uint32_t j, koila_value v)
+{
+    if (c->out_meta[j])
+        c->replaced[j] = koila__emit_cast(c, v, c->out_meta[j]->dtype);
+}
+
+static bool group_norm_rows(koila__case *c)
+{
+    grouped g;
+    double eps;
+    koila_value mean, rstd;
+    if (c->n_out != 3 || !c->out_meta[0] || !grouped_init(&g, c, 0, 6) ||
+        !koila__arg_number(c, 7, 1e-5, &eps) || !group_statistics(&g, eps, &mean, &rstd))
+        return false;
+    give(c, 1, mean);
+    give(c, 2, rstd);
+    const koila_value bias = widened(&g, koila__input_at(c, 2));
+    const koila_value x = koila__emit_cast(c, c->in_value[0], g.type);
+    const koila_value centre =
+        beside(&g, to_channels(&g, koila__emit_cast(c, mean, g.type), g.channels));
+    const koila_value scale =
+        beside(&g, weighed(&g, to_channels(&g, koila__emit_cast(c, rstd, g.type), g.channels),
+                           widened(&g, koila__input_at(c, 1))));
+    const koila_value off = koila__emit_binary(c, "aten::sub.Tensor", x, centre, g.wide);
+    const koila_meta out = g.type == g.x->dtype ? c->sig->outputs[0] : g.wide;
+    give(c, 0,
+         bias == KOILA_NONE ? koila__emit_binary(c, "aten::mul.Tensor", off, scale, out)
+                            : addcmul(&g, beside(&g, bias), off, scale, out));
+    return all_replaced(c);
+}
+
+bool koila__rule_group_norm(koila__case *c)
+{
+    if (koila__any_p(c) || !koila__is_s(c->in[0]) || c->in[0].dim == 1)
+        return false;
+    if (c->in[0].dim > 1)
+        return group_norm_rows(c);
+    for (uint32_t i = 1; i < c->n_in; i++)
+        koila__need_r(c, i);
+    return koila__fix_add(c, KOILA__FIX_EXTENT, 3, 0) && koila__out_all(c, c->in[0]);
+}
+
+/* The gradient: its values, [N, C] but for those as large as x. */
+typedef struct group_gradient {
+    koila_value dy, off; /* x - mean */
+    koila_value rstd, weight, ds, db;
+} group_gradient;
+
+/* scale[N, C] * the sum over each group of v[N, C] * weight / n, for each channel. */
+static koila_value share_of_group(const grouped *g, koila_value v, koila_value weight,
+                                  koila_value scale)
+{
+    const double n = g->n_area * (double)(g->n_channels / g->n_groups);
+    koila_value sum = by_group(g, "aten::sum.dim_IntList", weighed(g, v, weight), g->groups);
+    sum = koila__emit_scalar(g->c, "aten::div.Tensor", sum, -n, g->groups);
+    return koila__emit_binary(g->c, "aten::mul.Tensor", to_channels(g, sum, g->channels), scale,
+                              g->channels);
+}
+
+static void group_norm_gx(const grouped *g, const group_gradient *t)
+{
+    koila__case *c = g->c;
+    const char *mul = "aten::mul.Tensor";
+    const koila_value rstd2 = koila__emit_binary(c, mul, t->rstd, t->rstd, g->channels);
+    const koila_value rstd3 = koila__emit_binary(c, mul, rstd2, t->rstd, g->channels);
+    const koila_value slope = share_of_group(g, t->ds, t->weight, rstd3);
+    const koila_value shift = share_of_group(g, t->db, t->weight, t->rstd);
+    const koila_value rest = addcmul(g, beside(g, shift), t->off, beside(g, slope), g->wide);
+    const koila_meta out = g->type == g->x->dtype ? c->sig->outputs[0] : g->wide;
+    give(c, 0, addcmul(g, rest, t->dy, beside(g, weighed(g, t->rstd, t->weight)), out));
+}
+
+/* (grad, x, mean, rstd, weight?, ...) */
+static bool group_norm_backward_rows(koila__case *c)
+{
+    grouped g;
+    const int64_t samples = 0;
+    int64_t dims[KOILA_MAX_DIMS];
+    if (c->n_out != 3 || !koila__is_r(c->in[2]) || !koila__is_r(c->in[3]) ||
+        !grouped_init(&g, c, 1, 8))
+        return false;
+    for (uint32_t d = 2; d < g.x->n_dims; d++)
+        dims[d - 2] = d;
+    group_gradient t = { .dy = widened(&g, 0), .weight = widened(&g, koila__input_at(c, 4)) };
+    const koila_value centre = beside(&g, to_channels(&g, widened(&g, 2), g.channels));
+    t.rstd = to_channels(&g, widened(&g, 3), g.channels);
+    t.off = koila__emit_binary(c, "aten::sub.Tensor", widened(&g, 1), centre, g.wide);
+    const koila_value product = koila__emit_binary(c, "aten::mul.Tensor", t.dy, t.off, g.wide);
+    const char *sum = "aten::sum.dim_IntList";
+    t.ds = koila__emit_whole(c, reduced(&g, sum, product, dims, g.x->n_dims - 2u, g.channels));
+    t.db = koila__emit_whole(c, reduced(&g, sum, t.dy, dims, g.x->n_dims - 2u, g.channels));
+    if (c->out_meta[0])
+        group_norm_gx(&g, &t);
+    for (uint32_t j = 1; j < 3; j++) {
+        const int64_t size[1] = { g.n_channels };
+        const koila_value v = j == 1 ? weighed(&g, t.ds, t.rstd) : t.db;
+        const koila_meta out = koila__emit_meta(c, g.x, g.type, 1, size);
+        if (c->out_meta[j])
+            give(c, j, reduced(&g, sum, v, &samples, 1, out));
+    }
+    return all_replaced(c);
+}
+
+/* (grad, x, mean, rstd, weight?, N, C, HxW, groups, mask) -> gx, gw, gb */
+bool koila__rule_group_norm_backward(koila__case *c)
+{
+    const uint32_t lead = koila__lead_among(c, 4);
+    if (koila__any_p(c) || c->n_in < 4 || lead == KOILA_NONE || c->in[lead].dim == 1)
+        return false;
+    if (c->in[lead].dim > 1)
+        return group_norm_backward_rows(c);
+    return koila__need_rows(c, 4, c->in[lead]) && koila__out_rows_and_sums(c, c->in[lead]) &&
+           koila__fix_add(c, KOILA__FIX_EXTENT, 5, KOILA__FIX_OF_INPUT + lead);
 }
 
 /* ---- softmax: rows are along `dim`. Along the batch: maximum and sum are partial, the rest is

@@ -811,6 +811,60 @@ def conv_rows_weight(small, large, weight, stride, padding, dilation, groups, di
     return backward(whole, large, weight, None, *window, [False, True, False])[1]
 
 
+def whole_of(rows, dim, begin, n):
+    """Zeros around the rows that a slice was given."""
+    whole = rows.new_zeros([n if d == dim else s for d, s in enumerate(rows.shape)])
+    whole.narrow(dim, begin, rows.shape[dim]).copy_(rows)
+    return whole
+
+
+def max_pool_rows(x, kernel, stride, padding, dilation, ceil_mode, size, dim, begin, first, n):
+    call = torch.ops.aten.max_pool2d_with_indices
+    made = call(whole_of(x, dim, begin, size), kernel, stride, padding, dilation, ceil_mode)
+    return [t.narrow(dim, first, n) for t in made]
+
+
+def max_pool_rows_backward(grad, indices, *numbers):
+    kernel, stride, padding, dilation, sizes, dim, begin, first, n = numbers
+    like = grad.new_zeros(*grad.shape[:2], *sizes)
+    values = torch.nn.functional.max_pool2d(like, kernel, stride, padding, dilation)
+    if values.shape != grad.shape:
+        grad, indices = (whole_of(t, dim, begin, values.shape[dim]) for t in (grad, indices))
+    call = torch.ops.aten.max_pool2d_with_indices_backward
+    whole = call(grad, like, kernel, stride, padding, dilation, False, indices)
+    return whole.narrow(dim, first, n)
+
+
+def avg_pool_rows(x, *numbers):
+    *window, dim, begin, first, n = numbers
+    return torch.ops.aten.avg_pool2d(x, *window).narrow(dim, first, n)
+
+
+def avg_pool_rows_backward(grad, *numbers):
+    *window, sizes, dim, begin, first, n = numbers
+    like = grad.new_zeros(*grad.shape[:2], *sizes)
+    return torch.ops.aten.avg_pool2d_backward(grad, like, *window).narrow(dim, first, n)
+
+
+def resampling(mode, align, scales):
+    name = ["upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d"][mode]
+    return name, ([align] if mode == 2 else []) + list(scales)
+
+
+def resample_rows(x, sizes, made, mode, align, dim, begin, first, n, *scales):
+    name, options = resampling(mode, align, scales)
+    x = whole_of(x, dim, begin, sizes[dim - 2])
+    return getattr(torch.ops.aten, name)(x, made, *options).narrow(dim, first, n)
+
+
+def resample_rows_backward(grad, sizes, made, mode, align, dim, begin, first, n, *scales):
+    name, options = resampling(mode, align, scales)
+    grad = whole_of(grad, dim, begin, made[dim - 2])
+    before = [*grad.shape[:2], *sizes]
+    call = getattr(torch.ops.aten, name + "_backward")
+    return call(grad, made, before, *options).narrow(dim, first, n)
+
+
 def laid_out(x, dims):
     return torch.empty_permuted(x.shape, dims, dtype=x.dtype, device=x.device).copy_(x)
 
@@ -864,6 +918,12 @@ PSEUDO = {
     "koila::embedding_bag_weights_backward": embedding_bag_weights_backward,
     "koila::conv_rows": conv_rows,
     "koila::conv_rows_weight": conv_rows_weight,
+    "koila::max_pool_rows": max_pool_rows,
+    "koila::max_pool_rows_backward": max_pool_rows_backward,
+    "koila::avg_pool_rows": avg_pool_rows,
+    "koila::avg_pool_rows_backward": avg_pool_rows_backward,
+    "koila::resample_rows": resample_rows,
+    "koila::resample_rows_backward": resample_rows_backward,
     "koila::query_rows": query_rows,
     "koila::query_rows_backward": query_rows_backward,
 }

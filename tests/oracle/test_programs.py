@@ -319,6 +319,21 @@ def _():
     return model, lambda m, x: m(x).pow(2).mean(), [randn(2, 3, B, 5)], [2]
 
 
+OVERLAPPING = {
+    f"koila::{o}_rows{b}" for o in ("max_pool", "avg_pool", "resample") for b in ("", "_backward")
+}
+
+
+@case("rows of pools and upsampling", OVERLAPPING)
+def _():
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.MaxPool2d(3, 1, 1), nn.Upsample(scale_factor=2),
+        nn.MaxPool2d(2), nn.AvgPool2d(3, 1, 1), nn.InstanceNorm2d(4),
+        nn.Upsample(scale_factor=2, mode="bilinear"), nn.AvgPool2d(2), nn.BatchNorm2d(4),
+    )  # fmt: skip
+    return model, lambda m, x: m(x).pow(3).mean(), [randn(2, 3, B, 6)], [2]
+
+
 @case("gradient penalty")
 def _():
     def loss(m, x):

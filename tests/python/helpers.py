@@ -167,17 +167,27 @@ def compare_along_other(program, expected, state, tol, batch=0, sizes=(1, 2, 5),
     n_along = 0
     for n in sizes:
         torch.manual_seed(1234)
-        before = _core.configure(micro_batch=n, axes="other")
-        try:
+        with Cut(n):
             got = program(lambda *v: lazy(*v, batch=batch))
-        finally:
-            _core.configure(micro_batch=None, axes=before["axes"])
         what = f"slices of {n} along another axis"
         assert_same(expected, tamper(got) if tamper else got, tol, what)
         assert state is None or torch.equal(state, random_state()), f"{what}: random state"
         plan = koila.last_plan()
         n_along += plan is not None and plan.axis is not None
     return n_along
+
+
+class Cut:
+    """Another dimension is cut, in slices of `n` entries, whatever fits."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __enter__(self):
+        self.before = _core.configure(micro_batch=self.n, axes="other")
+
+    def __exit__(self, *exc):
+        _core.configure(micro_batch=self.before["micro_batch"], axes=self.before["axes"])
 
 
 def step_program(make_model, make_batch, loss_fn, optimizer=None):

@@ -7,7 +7,7 @@ import program_generator as programs
 import pytest
 import torch
 from conftest import DEVICE, LONG
-from helpers import compare_along_other, model_state, plain, random_state, step_program
+from helpers import Cut, compare_along_other, model_state, plain, random_state, step_program
 from long_models import MODELS, T, gpt2, lm_loss
 from memory_helpers import clear, installed, koila_step, memory_only, only, out_of_memory
 from torch import nn
@@ -23,19 +23,6 @@ counted = pytest.mark.about_the_cpu("its peaks are counted to the byte")
 def eager(program):
     torch.manual_seed(1234)
     return program(lambda *v: v[0] if len(v) == 1 else v), random_state()
-
-
-class Cut:
-    """Another dimension is cut, in slices of `n` entries, whatever fits."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def __enter__(self):
-        self.before = _core.configure(micro_batch=self.n, axes="other")
-
-    def __exit__(self, *exc):
-        _core.configure(micro_batch=self.before["micro_batch"], axes=self.before["axes"])
 
 
 # ---- exact

@@ -1,10 +1,12 @@
 """The height of an image, the depth of a volume or the length of a signal is cut: what a slice's
 windows see of its neighbours is read from a whole input, and nothing else of a layer is whole."""
 
+import copy
+
 import pytest
 import torch
-from conftest import LONG
-from helpers import compare_along_other, random_state, step_program
+from conftest import DEVICE, LONG
+from helpers import Cut, compare_along_other, random_state, step_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -91,6 +93,116 @@ def test_windows_that_lie_apart_are_cut_without_neighbours(name):
     assert not check(lambda: between(APART[name]), (2, 3, H, 7))
 
 
+POOLS = {
+    "overlapping maxima": lambda: nn.MaxPool2d(3, 2, 1),
+    "maxima of each place": lambda: nn.MaxPool2d(3, 1, 1),
+    "dilated maxima": lambda: nn.MaxPool2d(2, 2, 1, dilation=3),
+    "overlapping means": lambda: nn.AvgPool2d(3, 2, 1),
+    "means without the padding": lambda: nn.AvgPool2d(3, 1, 1, count_include_pad=False),
+    "means of a given divisor": lambda: nn.AvgPool2d(4, 2, 1, divisor_override=5),
+    "means, rounded up": lambda: nn.AvgPool2d(4, 2, 1, ceil_mode=True),
+}
+POOLS_APART = {
+    "maxima": lambda: nn.MaxPool2d(2),
+    "maxima with a gap": lambda: nn.MaxPool2d(1, 2),
+    "means": lambda: nn.AvgPool2d(2),
+}
+UP = {
+    "nearest, threefold": lambda: nn.Upsample(scale_factor=3),
+    "bilinear": lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
+    "bilinear, corners": lambda: nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True),
+    "bilinear, to a size": lambda: nn.Upsample(size=(32, 9), mode="bilinear"),
+    "bilinear, down": lambda: nn.Upsample(size=(8, 5), mode="bilinear"),
+}
+UP_APART = {
+    "nearest": lambda: nn.Upsample(scale_factor=2),
+    "nearest, exact": lambda: nn.Upsample(scale_factor=4, mode="nearest-exact"),
+    "nearest, down": lambda: nn.Upsample(size=(8, 7)),
+}
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 16, 7), (1, 3, 7, 16)])
+@pytest.mark.parametrize("name", POOLS | UP)
+def test_pools_and_upsampling_read_beyond_their_slice(name, shape):
+    """Of height and width the longer one is cut."""
+    if "size" in name or "down" in name:
+        shape = (2, 3, 16, 7)
+    gathered = check(lambda: between((POOLS | UP)[name]), shape)
+    if "bilinear" in name and DEVICE == "cuda" and torch.are_deterministic_algorithms_enabled():
+        return  # torch writes it out as indexing then, which is gathered
+    assert gathered and all("pool_rows" in o or "resample_rows" in o for o in gathered)
+
+
+@pytest.mark.parametrize("name", POOLS_APART | UP_APART)
+def test_pools_and_upsampling_without_overlap_need_no_neighbours(name):
+    assert not check(lambda: between((POOLS_APART | UP_APART)[name]), (2, 3, 16, 8))
+
+
+@pytest.mark.parametrize("name", ["signals", "volumes"])
+def test_pools_and_upsampling_of_signals_and_volumes(name):
+    layers = {
+        "signals": lambda: [
+            nn.Conv1d(3, 4, 3, padding=1), nn.MaxPool1d(2),
+            nn.Upsample(scale_factor=2, mode="linear"),
+            nn.Conv1d(4, 4, 3, padding=1), nn.AvgPool1d(3, 2, 1), nn.Upsample(scale_factor=2),
+        ],
+        "volumes": lambda: [
+            nn.Conv3d(3, 4, 1), nn.MaxPool3d(3, 2, 1),
+            nn.Upsample(scale_factor=2, mode="trilinear", align_corners=True),
+            nn.AvgPool3d(2), nn.Upsample(scale_factor=2), nn.MaxPool3d(2),
+        ],
+    }  # fmt: skip
+    shape = {"signals": (2, 3, 32), "volumes": (1, 3, 16, 4, 5)}[name]
+    check(lambda: nn.Sequential(*layers[name]()), shape)
+
+
+def test_indices_of_maxima_count_the_whole_image():
+    """They are the program's too, and go into max_unpool2d."""
+
+    def loss(m, x):
+        y, at = nn.functional.max_pool2d(m(x), 2, return_indices=True)
+        back = nn.functional.max_unpool2d(y, at, 2)
+        return back.square().mean() + (at * y).mean() / 100
+
+    check(lambda: nn.Conv2d(3, 4, 1), (2, 3, 16, 8), loss=loss)
+
+
+NORMS = {
+    "groups": lambda: nn.GroupNorm(2, 4),
+    "one group": lambda: nn.GroupNorm(1, 4, affine=False),
+    "groups of one": lambda: nn.GroupNorm(4, 4),
+    "instances": lambda: nn.InstanceNorm2d(4, affine=True),
+    "batch": lambda: nn.BatchNorm2d(4),
+}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_are_sums_over_the_slices(name, layout):
+    form = torch.channels_last if layout != "contiguous" else torch.contiguous_format
+    layers = [nn.Conv2d(3, 4, 3, padding=1), NORMS[name](), nn.Conv2d(4, 3, 1)]
+    for layer in layers[1].parameters():
+        nn.init.normal_(layer)
+    gathered = check(
+        lambda: copy.deepcopy(nn.Sequential(*layers)).to(memory_format=form),
+        (2, 3, H, 7),
+        loss=lambda m, x: m(x.to(memory_format=form) + 3).tanh().square().mean(),
+    )
+    assert gathered <= ROWS
+
+
+def test_a_group_norm_far_from_zero_is_as_accurate_as_eager():
+    """In float32, with a mean of 1,000 deviations."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 64, 8) + 1000
+    exact = nn.functional.group_norm(x.double(), 2)
+    eager = nn.functional.group_norm(x, 2)
+    with Cut(5):
+        got = nn.functional.group_norm(koila.lazy(x), 2).torch()
+    errors = [float((t.double() - exact).abs().max()) for t in (eager, got)]
+    assert koila.last_plan().axis is not None and errors[1] <= 1.5 * errors[0], errors
+
+
 @pytest.mark.parametrize("dims", [1, 3])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_signals_and_volumes(dims, stride):
@@ -161,6 +273,15 @@ def test_random_chains_of_convolutions_are_eager_s(drawn):
     layers, (samples, height), n = drawn
     if runs(layers, height):
         check(lambda: chain(layers), (samples, 2, height, 2), sizes=(n,))
+
+
+def test_a_planted_fault_in_a_pool_is_caught(monkeypatch):
+    right = _spatial_rows._Pool.first_window
+    monkeypatch.setattr(
+        _spatial_rows._Pool, "first_window", lambda p, first: right(p, first) + (first > 2)
+    )
+    with pytest.raises((AssertionError, RuntimeError), match="relative error|start"):
+        check(lambda: between(POOLS["overlapping means"]), (2, 3, 16, 7), sizes=(2,))
 
 
 @pytest.mark.parametrize("fault", ["a row too few", "a row of zeros"])
