@@ -263,7 +263,8 @@ class _Trial(NamedTuple):
 
 
 _TRIED_DROPOUT = 0.5
-_TRIED_ROWS = 3
+_TRIED_ROWS = 6
+_TRIED_SLICES = ((1, 6), (0, 3), (2, 4), (5, 6))  # of other numbers of rows than the whole
 _MOST_TRIED = 256  # answers that are kept
 _tried: dict[_Trial, _Distance] = {}
 
@@ -340,7 +341,7 @@ def _draws_by_row(trial: _Trial, distance_of: _Distance) -> bool:
     other, _ = part(1, _TRIED_ROWS, offset)  # begins at the wrong number: it must differ
     if moved != _advance(_TRIED_ROWS, matrix, call.kernel) or torch.equal(other[0], whole[0][1:]):
         return False
-    for begin, end in ((1, _TRIED_ROWS), (1, 2), (2, _TRIED_ROWS)):
+    for begin, end in _TRIED_SLICES:
         own, _ = part(begin, end, offset + begin * distance)
         if not all(torch.equal(a, b[begin:end]) for a, b in zip(own, whole)):
             return False
