@@ -9,7 +9,8 @@
  * row often takes another kernel). That is a small part of the step's work, once for each shape.
  *
  * Attention that is cut along its queries makes parts of its results inside, the more the later the
- * queries: the last slice of the plan is run on zeros.
+ * queries: the last slice of the plan is run on zeros. So is a slice between others of all such
+ * calls, and of koila's own, of a plan that cuts another axis than the rows of the batch.
  *
  * A probe that fails (no memory, an unusual call) is ignored. */
 #include "run/run.h"
@@ -247,23 +248,50 @@ void koila__probe_graph(const koila_graph *g, int64_t rows)
     Py_XDECREF(guard);
 }
 
-/* Is node n attention to some of the queries? *cut: how. */
-static bool is_cut_attention(const koila_plan *plan, koila_node n, koila_share *cut)
+/* A call of which one slice is run. */
+typedef struct part {
+    koila_node n;
+    uint16_t axis;
+    bool is_last; /* the last slice uses the most; else one between others */
+} part;
+
+/* Is node n attention to some of the queries? */
+static bool is_cut_attention(const koila_plan *plan, koila_node n, uint32_t kind)
+{
+    const koila_share cut = koila_plan_need(plan, n, 0);
+    return (kind == KOILA_FACT_DENSE_ATTENTION || kind == KOILA_FACT_DENSE_ATTENTION_BACKWARD) &&
+           cut.kind == KOILA_SHARE_SLICE && cut.dim == QUERIES;
+}
+
+/* Does the plan cut another axis, so that what was learned of rows does not hold, and node n has a
+ * kernel that copies its operands? */
+static bool is_of_other_axis(const koila_plan *plan, uint32_t facts)
+{
+    const uint32_t kind = koila_facts_dense(facts);
+    if (koila_plan_get(plan).dim == KOILA_NONE || (facts & KOILA_FACT_OPAQUE_CALL))
+        return false;
+    return (facts & KOILA_FACT_PSEUDO) || kind == KOILA_FACT_DENSE_CONV ||
+           kind == KOILA_FACT_DENSE_CONV_BACKWARD;
+}
+
+static bool is_part(const koila_plan *plan, koila_node n, part *out)
 {
     const koila_sig_info *s =
         koila_sig_get(koila__table, koila_node_get(koila_plan_graph(plan), n).sig);
-    const uint32_t kind = koila_facts_dense(koila_op_facts(koila__table, s->op));
-    if ((kind != KOILA_FACT_DENSE_ATTENTION && kind != KOILA_FACT_DENSE_ATTENTION_BACKWARD) ||
-        !koila_plan_in_loop(plan, n) || s->n_writes || s->n_inputs > MAX_INPUTS ||
-        s->n_outputs > MAX_OUTPUTS || koila_plan_runs_once(plan, n))
+    const uint32_t facts = koila_op_facts(koila__table, s->op);
+    if (!koila_plan_in_loop(plan, n) || koila_plan_runs_once(plan, n) || s->n_writes ||
+        !s->n_inputs || s->n_inputs > MAX_INPUTS || s->n_outputs > MAX_OUTPUTS)
         return false;
-    *cut = koila_plan_need(plan, n, 0);
-    return cut->kind == KOILA_SHARE_SLICE && cut->dim == QUERIES;
+    const bool is_attention = is_cut_attention(plan, n, koila_facts_dense(facts));
+    *out = (part){ n, 0, is_attention };
+    if (is_attention)
+        out->axis = koila_plan_need(plan, n, 0).axis;
+    return is_attention || is_of_other_axis(plan, facts);
 }
 
-/* The numbers of a call of node n in the last slice. False: it differs by more than numbers. */
-static bool numbers_of_last(const koila_plan *plan, koila_node n, int64_t begin, int64_t rows,
-                            koila_adapt *adapts, koila__arg_fix *fixes, koila__call_fix *out)
+/* The numbers of a call of node n in a slice. False: it differs by more than numbers. */
+static bool numbers_of(const koila_plan *plan, koila_node n, int64_t begin, int64_t rows,
+                       koila_adapt *adapts, koila__arg_fix *fixes, koila__call_fix *out)
 {
     const uint32_t n_adapts = koila_plan_adapt_at(plan, n, -1, begin, rows, adapts);
     *out = (koila__call_fix){ .fix = fixes, .n_fix = n_adapts };
@@ -278,46 +306,52 @@ static bool numbers_of_last(const koila_plan *plan, koila_node n, int64_t begin,
     return true;
 }
 
-static void probe_attention(const koila_plan *plan, koila_node n, koila_share cut)
+/* Runs `rows` rows of the call. False: it failed. */
+static bool probe_rows(const koila_plan *plan, part p, int64_t rows, int64_t batch)
 {
-    const koila_sig sig = koila_node_get(koila_plan_graph(plan), n).sig;
+    const koila_sig sig = koila_node_get(koila_plan_graph(plan), p.n).sig;
     const koila_sig_info *s = koila_sig_get(koila__table, sig);
-    const int64_t batch = koila_graph_axis_size(koila_plan_graph(plan), cut.axis);
-    const int64_t rows = koila_plan_axis_rows(plan, cut.axis);
+    const int64_t begin = p.is_last || 2 * rows >= batch ? batch - rows : rows;
     PyObject *inputs[MAX_INPUTS] = { 0 }, *outputs[MAX_OUTPUTS] = { 0 };
     koila_adapt adapts[KOILA_MAX_ADAPTS];
     koila__arg_fix fixes[KOILA_MAX_ADAPTS];
     koila__call_fix fix;
     uint64_t inside;
-    bool ok = numbers_of_last(plan, n, batch - rows, rows, adapts, fixes, &fix);
+    bool ok = numbers_of(plan, p.n, begin, rows, adapts, fixes, &fix);
     for (uint32_t i = 0; i < s->n_inputs && ok; i++) {
-        const koila_share need = koila_plan_need(plan, n, i);
+        const koila_share need = koila_plan_need(plan, p.n, i);
         const bool is_cut = need.kind == KOILA_SHARE_SLICE;
         inputs[i] = zeros(s->inputs[i], is_cut ? need.dim : -1, rows, batch);
         ok = inputs[i] && need.kind != KOILA_SHARE_PARTIAL;
     }
-    if (ok && measure(sig, inputs, &fix, outputs, &inside))
+    ok = ok && measure(sig, inputs, &fix, outputs, &inside);
+    if (ok)
         koila__learn(sig, rows, batch, inside, KOILA__MEASURED_APART);
     for (uint32_t i = 0; i < MAX_INPUTS; i++)
         Py_XDECREF(inputs[i]);
     for (uint32_t i = 0; i < MAX_OUTPUTS; i++)
         Py_XDECREF(outputs[i]);
     PyErr_Clear();
+    return ok;
 }
 
-static void probe_attentions(const koila_plan *plan)
+static void probe_parts(const koila_plan *plan)
 {
     const koila_graph *g = koila_plan_graph(plan);
     PyObject *guard = NULL;
     for (koila_node n = 0; n < koila_graph_n_nodes(g); n++) {
-        koila_share cut;
-        if (!is_cut_attention(plan, n, &cut) ||
-            koila__learned(koila_node_get(g, n).sig, koila_plan_axis_rows(plan, cut.axis),
-                           koila_graph_axis_size(g, cut.axis)))
+        part p;
+        if (!is_part(plan, n, &p))
+            continue;
+        const int64_t batch = koila_graph_axis_size(g, p.axis);
+        int64_t rows = koila_plan_axis_rows(plan, p.axis);
+        if (koila__learned(koila_node_get(g, n).sig, rows, batch))
             continue;
         if (!guard && !(guard = PyObject_CallNoArgs(koila__torch.guards)))
             break;
-        probe_attention(plan, n, cut);
+        /* there may be no room for so many before anything is known */
+        while (!probe_rows(plan, p, rows, batch) && rows > 1)
+            rows /= 2;
     }
     PyErr_Clear();
     Py_XDECREF(guard);
@@ -330,7 +364,7 @@ void koila__probe_plan(const koila_plan *plan)
     int64_t few = 0;
     if (!can_measure())
         return;
-    probe_attentions(plan);
+    probe_parts(plan);
     for (koila_node n = 0; n < koila_graph_n_nodes(g); n++) {
         call c;
         if (!is_probed(g, n, &c) || !koila_plan_in_loop(plan, n))
