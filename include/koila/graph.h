@@ -139,6 +139,9 @@ enum {
     /** on tensors of floating-point numbers: sizes, strides, dtype and errors depend on no value of
      * a number, only on its type. Numbers in lists are left out. */
     KOILA_FACT_ANY_NUMBERS = 1 << 29,
+    /** copies to host memory or back (argument 1 is the work of a byte), or waits for that, as a
+     * view */
+    KOILA_FACT_OFFLOADS = 1 << 30,
 };
 /** KOILA_FACT_DENSE_..., or 0. */
 static inline uint32_t koila_facts_dense(uint32_t facts) { return facts & KOILA_FACT_DENSE_MASK; }

@@ -145,6 +145,12 @@ typedef struct koila_plan_options {
     /** if nothing fits: may results of the forward pass be dropped and computed again for the
      * backward pass? */
     bool recomputes;
+    /** with `recomputes`: may they wait in host memory instead? A price above 0: the work of a byte
+     * that is copied there, or back; work of 1 is a byte that goes through the device's memory. Of
+     * values on host_device (koila_meta_info.device), in at most host_bytes of host memory. */
+    double host_price;
+    uint64_t host_bytes;
+    uint16_t host_device;
 } koila_plan_options;
 
 typedef struct koila_plan_info {
@@ -163,9 +169,11 @@ typedef struct koila_plan_info {
     /** KOILA_NONE: rows are cut. Else another axis, which all of this calls rows: this dimension of
      * the first leaf that has it */
     uint32_t dim;
-    int64_t unit;        /**< entries of that dimension in what is called a row; 1 for rows */
-    bool has_other_axes; /**< batched leaves have another one */
-    uint32_t n_again;    /**< nodes of the forward pass that run again: options.recomputes */
+    int64_t unit;             /**< entries of that dimension in what is called a row; 1 for rows */
+    bool has_other_axes;      /**< batched leaves have another one */
+    uint32_t n_again;         /**< nodes of the forward pass that run again: options.recomputes */
+    uint32_t n_offloaded;     /**< values that wait in host memory, in each slice */
+    uint64_t offloaded_bytes; /**< theirs, in a slice */
 } koila_plan_info;
 
 /** Plan how to make `targets` (recorded values). Of `graph` only the table is kept.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ._budget import (
         axes as axes,
         budget as budget,
+        host_memory as host_memory,
         micro_batch as micro_batch,
         set_budget as set_budget,
         strict as strict,
@@ -48,6 +49,7 @@ _HOME = {
     "axes": "_budget",
     "budget": "_budget",
     "explain": "_plan",
+    "host_memory": "_budget",
     "last_plan": "_plan",
     "lazy": "_lazy",
     "measure_device": "_predict",

@@ -316,6 +316,29 @@ class axes(_Setting):
         return {"axes": self._which}
 
 
+class host_memory(_Setting):
+    """May results of the forward pass wait in host memory? Only on a GPU, and only where neither
+    fewer rows nor another axis fit; there the cheaper of copying and computing again is taken.
+
+    Args:
+        use: `"auto"` (the default) or `"off"`. At most half of the host's free memory is taken, as
+            pinned memory, which torch keeps for later steps
+            (`torch.cuda.memory.host_memory_stats()` tells how much).
+
+    Raises:
+        ValueError: anything else.
+    """
+
+    def __init__(self, use: Literal["auto", "off"]) -> None:
+        super().__init__()
+        if use not in ("auto", "off"):
+            raise _refuse(use, '"auto" or "off"', f"host_memory({use!r})")
+        self._use = use
+
+    def _settings(self) -> dict[str, Any]:
+        return {"host_memory": self._use == "auto"}
+
+
 class strict(_Setting):
     """Make a gather larger than a slice raise `GatherError`, before anything has run. The error
     names operator, shape and line.

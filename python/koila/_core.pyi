@@ -39,6 +39,7 @@ def configure(
     resident: bool = ...,
     strict: bool = ...,
     axes: str = ...,
+    host_memory: bool = ...,
     fastest: bool = ...,
     dry: bool = ...,
     own_budget: bool = ...,

@@ -114,6 +114,8 @@ class Plan:
             for values that were read in the middle of its step.
         n_recomputed: operators of the forward pass that ran once more in each slice, because
             their results were dropped: nothing else fitted.
+        n_offloaded, offloaded_bytes: values that waited in host memory between their uses in the
+            forward and the backward pass, in each slice; their bytes.
         asked_by: "backward"; "item" (`.item()`, `float()`); "aten::nonzero" or another operator
             whose result depends on values; "read" (`print`, `if`, `.torch()`, `koila.run()`);
             "leaving" (a step was left without backward: what the program holds of it); "plan"
@@ -137,6 +139,8 @@ class Plan:
     n_run: int
     replay_ratio: float
     n_recomputed: int
+    n_offloaded: int
+    offloaded_bytes: int
     asked_by: str
     asked_at: str
     fit: dict[str, Any] | None
@@ -187,6 +191,9 @@ class Plan:
                 + (f", {self.replay_ratio:.2f} per slice" if self.n_run else ""),
             ),
         ]
+        if self.n_offloaded:
+            waiting = f"{self.n_offloaded} values, {readable(self.offloaded_bytes)}"
+            table.append(("in host memory", waiting))
         if self.fit is not None:
             margin = (
                 f", {readable(self.fit['margin_bytes'])} kept free"

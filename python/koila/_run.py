@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ._host_memory import PSEUDO as _HOST_MEMORY
 from ._query_rows import query_rows, query_rows_backward
 from . import _spatial_rows as spatial
 from ._torch import BelowAutograd, ModesAside as ModesAside, torch, untyped_storage
@@ -194,4 +195,5 @@ PSEUDO: dict[str, Any] = {
     "koila::resample_rows_backward": spatial.resample_rows_backward,
     "koila::query_rows": query_rows,
     "koila::query_rows_backward": query_rows_backward,
+    **_HOST_MEMORY,
 }

@@ -96,10 +96,20 @@ static double multiply_adds(const koila_table *t, const koila_sig_info *s)
     }
 }
 
+/* A copy to host memory or back. */
+static double offload(const koila_table *t, const koila_sig_info *s)
+{
+    const double there = (double)koila__meta(t, s->inputs[0])->n_bytes;
+    const double back = (double)koila__meta(t, s->outputs[0])->n_bytes;
+    return koila__offload_work(there > back ? there : back, s->tokens[s->start[1]].u.f);
+}
+
 koila__cost koila__cost_of(const koila_table *t, const koila_sig_info *s)
 {
     if (koila_op_flags(t, s->op) & KOILA_OP_VIEW)
         return (koila__cost){ 0, false };
+    if (koila_op_facts(t, s->op) & KOILA_FACT_OFFLOADS)
+        return (koila__cost){ offload(t, s), false };
     double n_bytes = 0;
     for (uint32_t i = 0; i < s->n_inputs; i++)
         n_bytes += (double)koila__meta(t, s->inputs[i])->n_bytes;

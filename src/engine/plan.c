@@ -197,6 +197,26 @@ static koila_status place(const planning *q, place_fn how, koila_value *targets,
     return status;
 }
 
+static bool is_copy_to_host(const koila_graph *g, koila_node n)
+{
+    const koila_sig_info *s = koila__node_sig(g, n);
+    return !(koila_op_flags(g->table, s->op) & KOILA_OP_VIEW) &&
+           koila__meta(g->table, s->outputs[0])->device == 0;
+}
+
+static void count_offloaded(koila_plan *p)
+{
+    const koila_graph *g = p->placed->graph;
+    for (koila_node n = 0; n < g->nodes.n; n++) {
+        if (!p->placed->node[n].offloads || !is_copy_to_host(g, n))
+            continue;
+        const koila_value from = g->inputs.at[g->nodes.at[n].first_input];
+        p->info.n_offloaded++;
+        p->info.offloaded_bytes +=
+            koila__live_bytes(p->placed, from, p->rows[p->placed->node[n].axis]);
+    }
+}
+
 /* Sets the facts of a plan that need no simulation; p->rows is set. */
 static void set_info(koila_plan *p, const planning *q)
 {
@@ -221,6 +241,7 @@ static void set_info(koila_plan *p, const planning *q)
     p->info.unit = q->unit;
     for (koila_node n = 0; n < g->nodes.n; n++)
         p->info.n_again += p->placed->node[n].is_again;
+    count_offloaded(p);
 }
 
 /* Are forced rows the only limit? Then the plan minimises memory; with a budget it minimises work.
@@ -961,6 +982,26 @@ static const koila__recompute ladder[] = {
     { .n_segments = 32 },
 };
 
+/* The same with host memory; the order does not matter. */
+static const koila__recompute host_ladder[] = {
+    { .n_segments = 1, .n_offloaded = 2, .ahead = true },
+    { .n_segments = 1, .n_offloaded = 4, .ahead = true },
+    { .n_segments = 1, .n_offloaded = 6, .ahead = true },
+    { .n_segments = 1, .n_offloaded = 8, .ahead = true },
+    { .n_segments = 1, .n_offloaded = 11, .ahead = true },
+    { .n_segments = 1, .n_offloaded = 15, .ahead = true },
+    { .n_segments = 1, .n_offloaded = 15 },
+    { .n_segments = 32, .keeps_expensive = true, .n_offloaded = 4, .ahead = true },
+    { .n_segments = 32, .keeps_expensive = true, .n_offloaded = 8, .ahead = true },
+    { .n_segments = 32, .keeps_expensive = true, .n_offloaded = 11, .ahead = true },
+    { .n_segments = 32, .keeps_expensive = true, .n_offloaded = 15, .ahead = true },
+    { .n_segments = 32, .keeps_expensive = true, .n_offloaded = 15 },
+    { .n_segments = 8, .n_offloaded = 8, .ahead = true },
+    { .n_segments = 8, .n_offloaded = 15, .ahead = true },
+    { .n_segments = 16, .n_offloaded = 15, .ahead = true },
+    { .n_segments = 32, .n_offloaded = 15 },
+};
+
 /* Schedules s->placed, keeping all, and finds the peak in s->rows. */
 static koila_status schedule_and_weigh(const planning *q, sliced *s, koila_node *peak_node)
 {
@@ -976,9 +1017,35 @@ static koila_status schedule_and_weigh(const planning *q, sliced *s, koila_node 
     return KOILA_OK;
 }
 
-/* The way `base`, with one of its rungs; out->placed stays NULL where nothing can be dropped. */
+/* Does a value go from one loop to another while it waits in host memory? A copy there has no rows
+ * that could be kept. */
+static bool crosses_loops(const sliced *s)
+{
+    const koila_graph *g = s->placed->graph;
+    for (uint32_t k = 0; k < s->schedule.n_stages; k++) {
+        const koila_stage *st = &s->schedule.stages[k].stage;
+        for (uint32_t i = 0; i < st->n_instrs; i++) {
+            const uint8_t kind = st->instrs[i].kind;
+            if (kind == KOILA_DO_RUN || kind == KOILA_DO_FREE)
+                continue;
+            const koila_node n = g->values.at[st->instrs[i].id].node;
+            if (n != KOILA_NONE && s->placed->node[n].offloads)
+                return true;
+        }
+    }
+    return false;
+}
+
+/* Is it less work than the best way so far, if that fits? */
+static bool is_less_work(const sliced *s, const sliced *best)
+{
+    return !best->accepted || s->schedule.work < best->schedule.work;
+}
+
+/* The way `base`, with one of its rungs; out->placed stays NULL where nothing can be dropped, and
+ * out->accepted false where it is no better than *best. */
 static koila_status take_rung(const planning *q, const sliced *base, koila__recompute how,
-                              sliced *out)
+                              const sliced *best, sliced *out)
 {
     koila_node ignored;
     *out = (sliced){ .rows = base->rows };
@@ -994,26 +1061,49 @@ static koila_status take_rung(const planning *q, const sliced *base, koila__reco
         koila__placed_free(out->placed);
         return status;
     }
-    out->accepted = out->peak <= q->options->budget_bytes &&
+    if (how.n_offloaded && crosses_loops(out)) {
+        sliced_free(out);
+        out->placed = NULL;
+        return KOILA_OK;
+    }
+    out->accepted = out->peak <= q->options->budget_bytes && is_less_work(out, best) &&
                     accepted(q, out->placed, &out->schedule, out->targets, out->rows, out->peak);
     return KOILA_OK;
 }
 
-/* The first rung of `base` that fits; else the one with the least peak, if that is below *best's.
- */
+/* *best becomes the way of that rung, if it is better. */
+static koila_status try_rung(const planning *q, const sliced *base, koila__recompute how,
+                             sliced *best)
+{
+    sliced way;
+    KOILA_TRY(take_rung(q, base, how, best, &way));
+    if (way.placed &&
+        (way.accepted || !best->placed || (!best->accepted && way.peak < best->peak))) {
+        const sliced swap = *best;
+        *best = way;
+        way = swap;
+    }
+    sliced_free(&way);
+    return KOILA_OK;
+}
+
+/* The first rung of `base` that fits; with host memory, the least work of all that fit; else the
+ * one with the least peak, if that is below *best's. */
 static koila_status climb(const planning *q, const sliced *base, koila_node at, sliced *best)
 {
-    for (size_t i = 0; i < KOILA_COUNT(ladder) && !best->accepted; i++) {
+    const koila_plan_options *o = q->options;
+    for (size_t i = 0; i < KOILA_COUNT(ladder) && (!best->accepted || o->host_price > 0); i++) {
         koila__recompute how = ladder[i];
-        sliced way;
         how.at = at;
-        KOILA_TRY(take_rung(q, base, how, &way));
-        if (way.placed && (way.accepted || !best->placed || way.peak < best->peak)) {
-            const sliced swap = *best;
-            *best = way;
-            way = swap;
-        }
-        sliced_free(&way);
+        KOILA_TRY(try_rung(q, base, how, best));
+    }
+    for (size_t i = 0; i < KOILA_COUNT(host_ladder) && o->host_price > 0; i++) {
+        koila__recompute how = host_ladder[i];
+        how.at = at;
+        how.host = (koila__host){ .n_bytes = o->host_bytes,
+                                  .price = o->host_price,
+                                  .device = o->host_device };
+        KOILA_TRY(try_rung(q, base, how, best));
     }
     return KOILA_OK;
 }

@@ -20,6 +20,12 @@
  * the recomputation of a chain of barriers without dense kernels. */
 #define KOILA_COST_CHAIN 32.0
 
+/* What starting a copy to host memory or back costs, in bytes that are copied meanwhile: 10 us at
+ * 25 GB/s. */
+#define KOILA_COST_BYTES_PER_OFFLOAD 262144.0
+/* A value of less than this share of what is held is not moved: it would save nothing. */
+#define KOILA_COST_FEWEST_OFFLOADED 1024
+
 /* Limits of a schedule: loops, and instructions emitted per needed operator. Beyond them a policy
  * is refused: nobody wants more than a few times the work. */
 #define KOILA_COST_MAX_LOOPS 8192

@@ -1,4 +1,5 @@
-/* recompute.c — results are dropped in the forward pass, and computed again for the backward pass.
+/* recompute.c — results are dropped in the forward pass, and computed again for the backward pass;
+ * or they wait for it in host memory.
  *
  * A call that runs again is a second node with second results, so that schedule, liveness and
  * executor know nothing of it: the first results die at their last use in the forward pass, the
@@ -11,14 +12,40 @@
  *
  * This is checkpointing by segments (Chen et al. 2016) of a recorded graph: operators, not modules,
  * and the segments end where the fewest bytes cross.
+ *
+ * A value that waits in host memory is also two values, and four nodes lie between them:
+ *
+ *     x = ...                made, as recorded
+ *     h = offload(x)         right behind that: the copy starts, beside the kernels that follow
+ *     ...                    the forward pass uses x
+ *     h' = offloaded(h, x)   after the last use of x there: what comes now waits for the copy, so
+ *                            that x is dead from here on, for kernels as well as for the plan
+ *     ...
+ *     y = fetch(h')          its memory, and the copy back starts
+ *     x' = fetched(y, h')    before the first use in the backward pass: what comes now waits
+ *
+ * With how.ahead both waits are one copy late: offloaded() of a value stands behind the last use of
+ * the next one, fetch() before fetched() of the one before it. A copy then has the time in which
+ * the next value is made or used, at the price of its bytes. h and h' are no bytes of the device.
  */
 #include "engine/recompute.h"
 
 #include "base/vec.h"
 #include "engine/cost.h"
+#include "engine/plan_costs.h"
 #include "graph/table.h"
 
 #include <stdlib.h>
+
+/* A value that waits in host memory. */
+typedef struct waiting {
+    koila_value value; /* of `from`; a storage of its own */
+    koila_node last;   /* its last use in the forward pass */
+    koila_node due;    /* behind this node its copy must be complete */
+    koila_value h, y;  /* of `to`: the copy; what it is copied back to, or KOILA_NONE */
+    bool is_complete;  /* h is offloaded() */
+    uint32_t turn;     /* as which it is fetched */
+} waiting;
 
 typedef struct rewriter {
     const koila__placed *from;
@@ -30,12 +57,23 @@ typedef struct rewriter {
     bool *stays;       /* [value] as root: the storage is not dropped */
     uint32_t *segment; /* [node up to at] */
     uint32_t last_segment;
+    /* [node up to at] bytes that it makes for the backward pass; the sum of all */
+    uint64_t *held;
+    uint64_t all_held;
+    bool *is_held;       /* [value] as root: some of it is wanted by the backward pass itself */
+    koila_node *last;    /* [value] as root: the last node up to `at` that uses it */
     bool *wanted;        /* [value] a second one is wanted */
     bool *is_again;      /* [node] runs again */
     koila_value *first;  /* [value] of `to` */
     koila_value *second; /* [value] of `to`, or KOILA_NONE */
     VEC(koila_node) demand;
-    bool *is_demanded; /* [node] */
+    bool *is_demanded;  /* [node] */
+    bool *may_wait;     /* [value] as root: in host memory */
+    VEC(waiting) waits; /* in the order of `last` */
+    uint32_t *wait_of;  /* [value] its index in `waits` + 1; 0: it does not wait */
+    uint32_t *turns;    /* [waits] in the order in which they are fetched */
+    uint32_t n_landed, n_turns, n_fetching; /* of `waits`, `turns`, `turns` so far */
+    koila_op op_offload, op_offloaded, op_fetch, op_fetched;
     /* the result */
     koila_graph *to;
     VEC(koila_placement) value, need;
@@ -80,17 +118,21 @@ static bool is_local(const rewriter *r, koila_node n, uint32_t i)
 
 /* ---- storages */
 
+static bool is_view(const rewriter *r, koila_node n)
+{
+    const koila_sig_info *s = sig_of(r, n);
+    return !s->n_writes && s->n_inputs &&
+           ((koila_op_flags(r->g->table, s->op) & KOILA_OP_VIEW) ||
+            (koila_op_facts(r->g->table, s->op) & KOILA_FACT_MAY_ALIAS));
+}
+
 static void find_roots(rewriter *r)
 {
     for (koila_value v = 0; v < r->g->values.n; v++)
         r->root[v] = v;
-    for (koila_node n = 0; n < r->g->nodes.n; n++) {
-        const koila_sig_info *s = sig_of(r, n);
-        const bool is_view = (koila_op_flags(r->g->table, s->op) & KOILA_OP_VIEW) ||
-                             (koila_op_facts(r->g->table, s->op) & KOILA_FACT_MAY_ALIAS);
-        for (uint32_t j = 0; is_view && !s->n_writes && s->n_inputs && j < s->n_outputs; j++)
+    for (koila_node n = 0; n < r->g->nodes.n; n++)
+        for (uint32_t j = 0; is_view(r, n) && j < sig_of(r, n)->n_outputs; j++)
             r->root[output_of(r, n, j)] = r->root[input_of(r, n, 0)];
-    }
 }
 
 static bool is_forward(const rewriter *r, koila_value v)
@@ -126,14 +168,14 @@ static uint64_t bytes_of(const rewriter *r, koila_value v)
     return r->g->values.at[v].meta == KOILA_NONE ? 0 : koila__value_meta(r->g, v)->n_storage_bytes;
 }
 
-/* held[n]: bytes that node n makes for the backward pass. crossing[n]: bytes made up to n that
- * later nodes of the forward pass read. */
-static koila_status weigh(rewriter *r, uint64_t *held, uint64_t *crossing)
+/* Finds what is held. crossing[n]: bytes made up to n that later nodes of the forward pass read. */
+static koila_status weigh(rewriter *r, uint64_t *crossing)
 {
     const koila_node end = r->how.at + 1;
-    bool *is_held = koila__arena_array(&r->tmp, r->g->values.n, sizeof *is_held);
-    koila_node *last = koila__arena_array(&r->tmp, r->g->values.n, sizeof *last);
-    TRY_ALLOC(is_held && last);
+    bool *is_held = r->is_held = koila__arena_array(&r->tmp, r->g->values.n, sizeof *is_held);
+    koila_node *last = r->last = koila__arena_array(&r->tmp, r->g->values.n, sizeof *last);
+    uint64_t *held = r->held = koila__arena_array(&r->tmp, end, sizeof *held);
+    TRY_ALLOC(is_held && last && held);
     for (koila_value v = 0; v < r->g->values.n; v++)
         if (r->wanted[v])
             is_held[r->root[v]] = true;
@@ -156,6 +198,7 @@ static koila_status weigh(rewriter *r, uint64_t *held, uint64_t *crossing)
         }
         now -= ending[n];
         crossing[n] = now;
+        r->all_held += held[n];
     }
     return KOILA_OK;
 }
@@ -165,13 +208,11 @@ static koila_status cut(rewriter *r)
 {
     const koila_node end = r->how.at + 1;
     const double n_segments = r->how.n_segments;
-    uint64_t *held = koila__arena_array(&r->tmp, end, sizeof *held);
     uint64_t *crossing = koila__arena_array(&r->tmp, end, sizeof *crossing);
-    TRY_ALLOC(held && crossing);
-    KOILA_TRY(weigh(r, held, crossing));
-    uint64_t all = 0;
-    for (koila_node n = 0; n < end; n++)
-        all += held[n];
+    TRY_ALLOC(crossing);
+    KOILA_TRY(weigh(r, crossing));
+    const uint64_t *held = r->held;
+    const uint64_t all = r->all_held;
     uint64_t sum = 0;
     uint32_t number = 0;
     for (koila_node n = 0; n < end && all; number++) {
@@ -200,12 +241,15 @@ static bool can_run_again(const rewriter *r, koila_node n)
 {
     const koila_sig_info *s = sig_of(r, n);
     const uint32_t flags = koila_op_flags(r->g->table, s->op);
-    if (s->n_writes || (flags & (KOILA_OP_RANDOM | KOILA_OP_OPAQUE)) ||
-        r->segment[n] == r->last_segment)
+    if (s->n_writes || (flags & (KOILA_OP_RANDOM | KOILA_OP_OPAQUE)))
         return false;
     for (uint32_t j = 0; j < s->n_outputs; j++)
         if (r->from->value[output_of(r, n, j)].kind == KOILA_P)
             return false;
+    if (is_view(r, n) && r->may_wait[r->root[output_of(r, n, 0)]])
+        return true;
+    if (r->segment[n] == r->last_segment)
+        return false;
     return !r->how.keeps_expensive || !koila__cost_of(r->g->table, s).expensive;
 }
 
@@ -216,37 +260,133 @@ static void want_inputs(rewriter *r, koila_node n)
         const koila_value v = input_of(r, n, i);
         if (producer(r, v) == KOILA_NONE)
             continue;
-        if (is_local(r, n, i) && r->segment[producer(r, v)] == r->segment[n])
+        const bool is_near = r->segment[producer(r, v)] == r->segment[n];
+        if (is_local(r, n, i) && (is_near || r->may_wait[r->root[v]]))
             r->wanted[v] = true;
         else
             r->stays[r->root[v]] = true;
     }
 }
 
-static void choose(rewriter *r)
+/* Node n does not run again: those of its results that are wanted wait in host memory, or stay. */
+static koila_status leave(rewriter *r, koila_node n)
+{
+    for (uint32_t j = 0; j < sig_of(r, n)->n_outputs; j++) {
+        const koila_value v = output_of(r, n, j);
+        if (!r->wanted[v])
+            continue;
+        if (r->may_wait[v]) {
+            const waiting w = { .value = v, .last = r->last[v] > n ? r->last[v] : n };
+            if (!koila__vec_push(&r->mem, &r->waits, w))
+                return KOILA_NO_MEMORY;
+            continue;
+        }
+        r->stays[r->root[v]] = true;
+        r->wanted[v] = false;
+    }
+    return KOILA_OK;
+}
+
+static koila_status choose(rewriter *r)
 {
     for (koila_node n = r->how.at + 1; n-- > 0;) {
-        const uint32_t n_outputs = sig_of(r, n)->n_outputs;
         bool is_wanted = false;
-        for (uint32_t j = 0; j < n_outputs; j++) {
+        bool any_waits = false;
+        for (uint32_t j = 0; j < sig_of(r, n)->n_outputs; j++) {
             const koila_value v = output_of(r, n, j);
             r->wanted[v] &= !r->stays[r->root[v]];
             is_wanted |= r->wanted[v];
+            any_waits |= r->wanted[v] && r->may_wait[v];
         }
         if (!is_wanted)
             continue;
-        if (can_run_again(r, n)) {
-            r->is_again[n] = true;
-            r->n_again++;
-            want_inputs(r, n);
+        if (any_waits || !can_run_again(r, n)) {
+            KOILA_TRY(leave(r, n));
             continue;
         }
-        for (uint32_t j = 0; j < n_outputs; j++) {
+        r->is_again[n] = true;
+        r->n_again++;
+        want_inputs(r, n);
+    }
+    return KOILA_OK;
+}
+
+/* ---- what waits in host memory */
+
+/* Host memory that torch takes for a copy: its pinned blocks are powers of two. */
+static uint64_t host_bytes(uint64_t n_bytes)
+{
+    uint64_t n = 1;
+    while (n < n_bytes && n <= UINT64_MAX / 2)
+        n *= 2;
+    return n;
+}
+
+/* A storage that the forward pass makes and never writes again, all in one form. */
+static bool could_wait(const rewriter *r, koila_value v)
+{
+    const koila_placement p = r->from->value[v];
+    if (!r->is_held[v] || r->stays[v] || r->g->values.at[v].meta == KOILA_NONE)
+        return false;
+    const koila_meta_info *m = koila__value_meta(r->g, v);
+    return m->device == r->how.host.device && koila_meta_is_dense(m) &&
+           m->n_bytes > r->all_held / KOILA_COST_FEWEST_OFFLOADED &&
+           (p.kind == KOILA_R || (p.kind == KOILA_S && p.outer > 0));
+}
+
+/* Is moving v, which node n makes, less work than running n again? */
+static bool is_cheaper_moved(const rewriter *r, koila_node n, koila_value v)
+{
+    const double once = koila__offload_work((double)bytes_of(r, v), r->how.host.price);
+    return !can_run_again(r, n) || 2 * once < koila__cost_of(r->g->table, sig_of(r, n)).work;
+}
+
+/* Finds what may wait: the first made come first, for they wait longest. */
+static void find_waiting(rewriter *r)
+{
+    const double share = (double)r->how.n_offloaded / KOILA__OFFLOAD_PARTS;
+    const koila_node end = r->how.n_offloaded ? r->how.at + 1 : 0;
+    uint64_t sum = 0;
+    uint64_t in_host = 0;
+    for (koila_node n = 0; n < end; n++) {
+        sum += r->held[n];
+        if ((double)sum > share * (double)r->all_held)
+            break;
+        for (uint32_t j = 0; j < sig_of(r, n)->n_outputs; j++) {
             const koila_value v = output_of(r, n, j);
-            if (r->wanted[v])
-                r->stays[r->root[v]] = true;
-            r->wanted[v] = false;
+            if (!could_wait(r, v) || !is_cheaper_moved(r, n, v))
+                continue;
+            const uint64_t n_bytes = host_bytes(bytes_of(r, v));
+            if (n_bytes > r->how.host.n_bytes - in_host)
+                return;
+            in_host += n_bytes;
+            r->may_wait[v] = true;
         }
+    }
+    for (koila_node n = 0; n < end; n++)
+        for (uint32_t w = 0; w < sig_of(r, n)->n_writes; w++)
+            r->may_wait[r->root[input_of(r, n, sig_of(r, n)->writes[w].input)]] = false;
+}
+
+static int compare_waits(const void *a, const void *b)
+{
+    const waiting *x = a, *y = b;
+    return x->last != y->last ? (x->last > y->last) - (x->last < y->last)
+                              : (x->value > y->value) - (x->value < y->value);
+}
+
+static void order_waits(rewriter *r)
+{
+    if (r->waits.n > 1)
+        qsort(r->waits.at, r->waits.n, sizeof *r->waits.at, compare_waits);
+    for (uint32_t i = 0; i < r->waits.n; i++) {
+        waiting *w = &r->waits.at[i];
+        const bool any_next = i + 1 < r->waits.n;
+        w->h = w->y = KOILA_NONE;
+        w->due = any_next ? w[1].last : r->how.at;
+        if (!r->how.ahead)
+            w->due = w->last;
+        r->wait_of[w->value] = i + 1;
     }
 }
 
@@ -293,11 +433,95 @@ static koila_status append_as(rewriter *r, koila_node n, bool is_second, koila_v
     return status;
 }
 
+/* Appends a call of one of the operators of host memory: in[n] -> a value of meta `out`, placed
+ * like value v of the first step. */
+static koila_status append_offload(rewriter *r, koila_op op, koila_value v, const koila_value *in,
+                                   uint32_t n, koila_meta out, koila_value *result)
+{
+    const koila_node like = producer(r, v);
+    const bool is_copy = !(koila_op_flags(r->g->table, op) & KOILA_OP_VIEW);
+    koila_arg tokens[3];
+    koila_sig sig;
+    koila_assert(n <= 2);
+    for (uint32_t i = 0; i < n; i++)
+        tokens[i] = (koila_arg){ .kind = KOILA_ARG_TENSOR, .u.id = r->to->values.at[in[i]].meta };
+    tokens[n] = (koila_arg){ .kind = KOILA_ARG_FLOAT, .u.f = r->how.host.price };
+    const koila_sig_info desc = { .op = op,
+                                  .n_tokens = n + is_copy,
+                                  .n_pos = n + is_copy,
+                                  .tokens = tokens,
+                                  .n_fresh = 1,
+                                  .outputs = &out };
+    const koila__placed_node node = { .axis = r->from->node[like].axis,
+                                      .in_loop = r->from->node[like].in_loop,
+                                      .recorded = r->from->node[like].recorded,
+                                      .offloads = true };
+    KOILA_TRY(koila_table_sig(r->g->table, &desc, &sig));
+    KOILA_TRY(koila_graph_node(r->to, sig, in, r->g->nodes.at[like].line, result));
+    bool is_ok = koila__vec_push(&r->mem, &r->node, node) &&
+                 koila__vec_push(&r->mem, &r->value, r->from->value[v]);
+    for (uint32_t i = 0; i < n && is_ok; i++)
+        is_ok = koila__vec_push(&r->mem, &r->need, r->from->value[v]);
+    return is_ok ? KOILA_OK : KOILA_NO_MEMORY;
+}
+
+/* The meta of a copy of v in host memory: it has the form of v where it is cut with it, and no
+ * bytes of the device. */
+static koila_status host_meta(const rewriter *r, koila_value v, koila_meta *out)
+{
+    static const int64_t none[KOILA_MAX_DIMS];
+    const koila_meta_info *m = koila__value_meta(r->g, v);
+    if (r->from->value[v].kind == KOILA_R)
+        return koila_table_meta(r->g->table, m->dtype, 0, 1, none, NULL, out);
+    return koila_table_meta(r->g->table, m->dtype, 0, m->n_dims, m->size, none, out);
+}
+
+/* Node n has run for the first time: copies of its results start. */
+static koila_status append_offloads(rewriter *r, koila_node n)
+{
+    for (uint32_t j = 0; j < sig_of(r, n)->n_outputs; j++) {
+        const koila_value v = output_of(r, n, j);
+        koila_meta meta;
+        if (!r->wait_of[v])
+            continue;
+        KOILA_TRY(host_meta(r, v, &meta));
+        KOILA_TRY(append_offload(r, r->op_offload, v, &r->first[v], 1, meta,
+                                 &r->waits.at[r->wait_of[v] - 1].h));
+    }
+    for (; r->n_landed < r->waits.n && r->waits.at[r->n_landed].due <= n; r->n_landed++) {
+        waiting *w = &r->waits.at[r->n_landed];
+        const koila_value in[2] = { w->h, r->first[w->value] };
+        KOILA_TRY(append_offload(r, r->op_offloaded, w->value, in, 2, r->to->values.at[w->h].meta,
+                                 &w->h));
+    }
+    return KOILA_OK;
+}
+
+/* The results of node n that wait in host memory are wanted now. */
+static koila_status append_fetched(rewriter *r, koila_node n)
+{
+    for (uint32_t j = 0; j < sig_of(r, n)->n_outputs; j++) {
+        const koila_value v = output_of(r, n, j);
+        if (!r->wait_of[v])
+            continue;
+        waiting *w = &r->waits.at[r->wait_of[v] - 1];
+        const uint32_t until = w->turn + 1 + r->how.ahead;
+        for (; r->n_fetching < until && r->n_fetching < r->n_turns; r->n_fetching++) {
+            waiting *next = &r->waits.at[r->turns[r->n_fetching]];
+            KOILA_TRY(append_offload(r, r->op_fetch, next->value, &next->h, 1,
+                                     r->g->values.at[next->value].meta, &next->y));
+        }
+        const koila_value in[2] = { w->y, w->h };
+        KOILA_TRY(
+            append_offload(r, r->op_fetched, v, in, 2, r->g->values.at[v].meta, &r->second[v]));
+    }
+    return KOILA_OK;
+}
+
 static koila_status demand(rewriter *r, koila_value v)
 {
     const koila_node n = producer(r, v);
-    if (!r->wanted[v] || n == KOILA_NONE || !r->is_again[n] || r->second[v] != KOILA_NONE ||
-        r->is_demanded[n])
+    if (!r->wanted[v] || n == KOILA_NONE || r->is_demanded[n] || !(r->is_again[n] || r->wait_of[v]))
         return KOILA_OK;
     r->is_demanded[n] = true;
     return koila__vec_push(&r->mem, &r->demand, n) ? KOILA_OK : KOILA_NO_MEMORY;
@@ -309,8 +533,8 @@ static int compare_nodes(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Runs again what node n, after `at`, wants. */
-static koila_status append_wanted(rewriter *r, koila_node n)
+/* Finds the nodes whose second results node n, after `at`, is the first to want: in order. */
+static koila_status find_demand(rewriter *r, koila_node n)
 {
     const koila_sig_info *s = sig_of(r, n);
     r->demand.n = 0;
@@ -319,13 +543,24 @@ static koila_status append_wanted(rewriter *r, koila_node n)
             KOILA_TRY(demand(r, input_of(r, n, i)));
     for (uint32_t k = 0; k < r->demand.n; k++) {
         const koila_node again = r->demand.at[k];
-        for (uint32_t i = 0; i < sig_of(r, again)->n_inputs; i++)
+        for (uint32_t i = 0; r->is_again[again] && i < sig_of(r, again)->n_inputs; i++)
             if (is_local(r, again, i))
                 KOILA_TRY(demand(r, input_of(r, again, i)));
     }
     if (r->demand.n > 1)
         qsort(r->demand.at, r->demand.n, sizeof *r->demand.at, compare_nodes);
+    return KOILA_OK;
+}
+
+/* Runs again what node n, after `at`, wants. */
+static koila_status append_wanted(rewriter *r, koila_node n)
+{
+    KOILA_TRY(find_demand(r, n));
     for (uint32_t k = 0; k < r->demand.n; k++) {
+        if (!r->is_again[r->demand.at[k]]) {
+            KOILA_TRY(append_fetched(r, r->demand.at[k]));
+            continue;
+        }
         KOILA_TRY(append_as(r, r->demand.at[k], true, r->second));
         r->node.at[r->node.n - 1].is_again = true;
     }
@@ -358,6 +593,25 @@ static koila_status copy_start(rewriter *r)
     return KOILA_OK;
 }
 
+/* Finds the order in which values come back from host memory. */
+static koila_status order_turns(rewriter *r)
+{
+    for (koila_node n = r->how.at + 1; n < r->g->nodes.n && r->waits.n; n++) {
+        KOILA_TRY(find_demand(r, n));
+        for (uint32_t k = 0; k < r->demand.n; k++)
+            for (uint32_t j = 0; j < sig_of(r, r->demand.at[k])->n_outputs; j++) {
+                const uint32_t i = r->wait_of[output_of(r, r->demand.at[k], j)];
+                if (!i)
+                    continue;
+                r->waits.at[i - 1].turn = r->n_turns;
+                r->turns[r->n_turns++] = i - 1;
+            }
+    }
+    koila_assert(r->n_turns == r->waits.n);
+    memset(r->is_demanded, 0, r->g->nodes.n * sizeof *r->is_demanded);
+    return KOILA_OK;
+}
+
 static koila_status copy_nodes(rewriter *r)
 {
     KOILA_TRY(copy_start(r));
@@ -365,6 +619,8 @@ static koila_status copy_nodes(rewriter *r)
         if (n > r->how.at)
             KOILA_TRY(append_wanted(r, n));
         KOILA_TRY(append_as(r, n, n > r->how.at, r->first));
+        if (n <= r->how.at)
+            KOILA_TRY(append_offloads(r, n));
     }
     return KOILA_OK;
 }
@@ -384,6 +640,9 @@ static koila_status hand_over(rewriter *r, koila__placed **out)
         if (r->second[v] != KOILA_NONE)
             size[r->second[v]] = r->from->size[v];
     }
+    for (uint32_t i = 0; i < r->waits.n; i++) /* the copies in host memory are no bytes */
+        if (r->waits.at[i].y != KOILA_NONE)
+            size[r->waits.at[i].y] = r->from->size[r->waits.at[i].value];
     for (uint32_t v = 0; v < r->from->n_recorded_values; v++) {
         const koila_value was = r->from->lowered[v];
         lowered[v] = was == KOILA_NONE ? KOILA_NONE : r->first[was];
@@ -415,11 +674,33 @@ static koila_status make_arrays(rewriter *r)
     r->segment = koila__arena_array(&r->tmp, N, sizeof *r->segment);
     r->is_again = koila__arena_array(&r->tmp, N, sizeof *r->is_again);
     r->is_demanded = koila__arena_array(&r->tmp, N, sizeof *r->is_demanded);
+    r->may_wait = koila__arena_array(&r->tmp, V, sizeof *r->may_wait);
+    r->wait_of = koila__arena_array(&r->tmp, V, sizeof *r->wait_of);
     TRY_ALLOC(r->root && r->stays && r->wanted && r->first && r->second && r->segment &&
-              r->is_again && r->is_demanded);
+              r->is_again && r->is_demanded && r->may_wait && r->wait_of);
     for (uint32_t v = 0; v < V; v++)
         r->second[v] = KOILA_NONE;
     return KOILA_OK;
+}
+
+static koila_status prepare_waits(rewriter *r)
+{
+    const struct {
+        koila_op *op;
+        const char *name;
+        uint32_t flags;
+    } of[] = { { &r->op_offload, "koila::offload", 0 },
+               { &r->op_offloaded, "koila::offloaded", KOILA_OP_VIEW },
+               { &r->op_fetch, "koila::fetch", 0 },
+               { &r->op_fetched, "koila::fetched", KOILA_OP_VIEW } };
+    if (!r->waits.n)
+        return KOILA_OK;
+    for (size_t i = 0; i < KOILA_COUNT(of); i++)
+        KOILA_TRY(koila_table_op(r->g->table, of[i].name, of[i].flags, of[i].op));
+    r->turns = koila__arena_array(&r->tmp, r->waits.n, sizeof *r->turns);
+    TRY_ALLOC(r->turns);
+    order_waits(r);
+    return order_turns(r);
 }
 
 static koila_status rewrite(rewriter *r, const koila_value *targets, uint32_t n_targets,
@@ -429,9 +710,11 @@ static koila_status rewrite(rewriter *r, const koila_value *targets, uint32_t n_
     find_roots(r);
     want(r, targets, n_targets);
     KOILA_TRY(cut(r));
-    choose(r);
-    if (!r->n_again)
+    find_waiting(r);
+    KOILA_TRY(choose(r));
+    if (!r->n_again && !r->waits.n)
         return KOILA_OK;
+    KOILA_TRY(prepare_waits(r));
     KOILA_TRY(copy_nodes(r));
     return hand_over(r, out);
 }
@@ -443,7 +726,7 @@ koila_status koila__recompute_new(const koila__placed *p, const koila_value *tar
 {
     const koila_allocator a = koila__allocator(mem);
     rewriter r = { .from = p, .g = p->graph, .how = how, .mem = a };
-    koila_assert(how.at < p->graph->nodes.n && how.n_segments >= 2 && !p->cut && !p->absent);
+    koila_assert(how.at < p->graph->nodes.n && how.n_segments >= 1 && !p->cut && !p->absent);
     *out = NULL;
     koila__arena_init(&r.tmp, &a);
     koila__arena_init(&r.keep, &a);
@@ -451,6 +734,7 @@ koila_status koila__recompute_new(const koila__placed *p, const koila_value *tar
     for (uint32_t i = 0; *out && i < n_targets; i++)
         again[i] = r.first[targets[i]];
     koila__vec_free(&a, &r.demand);
+    koila__vec_free(&a, &r.waits);
     koila__arena_deinit(&r.tmp);
     if (!*out) {
         koila_graph_free(r.to);

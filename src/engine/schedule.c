@@ -1392,7 +1392,7 @@ static koila_status make_stages(work_state *w, koila__schedule *s)
     for (uint32_t n = 0; n < w->n_nodes; n++) {
         if (!w->needed[n])
             continue;
-        if (w->p->node[n].is_again)
+        if (w->p->node[n].is_again || w->p->node[n].offloads)
             continue;
         s->n_needed++;
         s->work_recorded += work_of(w, n);

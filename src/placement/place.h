@@ -136,6 +136,8 @@ typedef struct koila__placed_node {
     uint8_t sums;
     /* it has run before, as another node: engine/recompute.c */
     uint8_t is_again;
+    /* it copies a value to host memory or back, or waits for that: engine/recompute.c */
+    uint8_t offloads;
 } koila__placed_node;
 
 /* Bytes of a value's storage: fixed + per_row * rows of the slice. */

@@ -252,6 +252,20 @@ static bool run_write(const char *name, const tensor *to, tensor *const *in)
     return true;
 }
 
+/* An operator of host memory: a copy that is not counted there, a counted one back. A copy is
+ * complete at once: what is checked is when its value may die. NULL when the operator is none. */
+static tensor *run_offload(heap *h, const char *name, tensor *const *in)
+{
+    if (!strcmp(name, "koila::offloaded") || !strcmp(name, "koila::fetched"))
+        return view_of(in[0]);
+    const bool back = !strcmp(name, "koila::fetch");
+    if (!back && strcmp(name, "koila::offload") != 0)
+        return NULL;
+    tensor *copy = make(h, back, in[0]->n_element_bytes, in[0]->n_dims, in[0]->size);
+    copy_elements(copy, in[0]);
+    return copy;
+}
+
 /* A fresh result; NULL when the operator is unknown. `scale`: what a mean over a slice is
  * multiplied with. */
 static tensor *run_fresh(heap *h, const char *name, const koila_sig_info *s, tensor *const *in,
@@ -598,6 +612,10 @@ static bool do_run(interpreter *x, const koila_instr *instr, bool in_loop)
             drop(&out);
             WRONG(x, "%s is not known, or its shapes do not agree", name);
         }
+    } else if (pn->offloads) {
+        out = run_offload(&x->h, name, in);
+        into[out_v] = out;
+        return out != NULL;
     } else if (alias)
         out = view_of(in[0]);
     else if (!(s->n_inputs && (out = run_view(name, s, in[0], size))) &&

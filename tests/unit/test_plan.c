@@ -477,7 +477,7 @@ static bool gives_the_truth(const random_graph *r, const koila_plan *p, tensor *
 }
 
 /* Places the step, drops results at node `at`, schedules that in slices of `rows`, and runs it.
- * *n_again: nodes that run again. */
+ * *n_again: nodes that run again, or (with host memory) values that wait there. */
 static bool is_the_same_recomputed(const random_graph *r, bool whole, koila__recompute how,
                                    int64_t rows_of_all, tensor *const *truth, uint32_t *n_again)
 {
@@ -499,9 +499,15 @@ static bool is_the_same_recomputed(const random_graph *r, bool whole, koila__rec
               KOILA_OK);
     if (p.placed) {
         const koila__live_options live = { .rows = rows };
-        for (koila_node n = 0; n < p.placed->graph->nodes.n; n++)
+        uint32_t n_offloads = 0;
+        for (koila_node n = 0; n < p.placed->graph->nodes.n; n++) {
             *n_again += p.placed->node[n].is_again;
-        CHECK(p.placed->graph->nodes.n == base->graph->nodes.n + *n_again);
+            n_offloads += p.placed->node[n].offloads;
+        }
+        CHECK(p.placed->graph->nodes.n == base->graph->nodes.n + *n_again + n_offloads);
+        CHECK(n_offloads % 4 == 0 && (how.n_offloaded || !n_offloads));
+        if (how.n_offloaded)
+            *n_again = n_offloads / 4;
         CHECK(koila__schedule_init(&p.schedule, p.placed, again, r->n_targets,
                                    (koila__keep){ .horizon = UINT32_MAX }, NULL, NULL) == KOILA_OK);
         p.info.peak_bytes =
@@ -565,6 +571,43 @@ TEST(plan__results_that_are_computed_again_are_the_same)
     }
     CHECK(n_with > 300 && n_seen > 300);
     printf("  %u steps with results that are computed again\n", n_with);
+}
+
+/* The same with host memory, in which nothing is counted: the interpreter's peak, which is checked,
+ * has each value only from when it is made to its last use, and from the fetch on. */
+TEST(plan__results_that_wait_in_host_memory_are_the_same)
+{
+    uint32_t n_with = 0, n_seen = 0, n_few = 0;
+    for (uint64_t seed = 1; seed <= 600; seed++) {
+        known_step x;
+        known_step_init(&x, seed, 40);
+        for (uint32_t k = 0; k < 8; k++) {
+            koila__recompute how = { .at = (koila_node)(seed * 7 + k * 11),
+                                     .n_segments = 1 + k % 4,
+                                     .keeps_expensive = k & 1,
+                                     .n_offloaded = 5 + 5 * (k % 3),
+                                     .ahead = k & 4,
+                                     .host = { .n_bytes = UINT64_MAX,
+                                               .price = k & 2 ? 1e-9 : 1e9 } };
+            uint32_t n_waiting, n;
+            CHECK(is_the_same_recomputed(&x.r, k & 2, how, 1 + k % 3, x.truth, &n_waiting));
+            if (!n_waiting)
+                continue;
+            n_with++;
+            uint64_t *number = element(x.truth[x.r.targets[0]], 0);
+            const uint64_t right = *number;
+            *number = right ? right - 1 : 1;
+            n_seen += !is_the_same_recomputed(&x.r, k & 2, how, 1 + k % 3, x.truth, &n);
+            *number = right;
+            how.host.n_bytes = 128;
+            CHECK(is_the_same_recomputed(&x.r, k & 2, how, 1 + k % 3, x.truth, &n));
+            CHECK(n <= n_waiting);
+            n_few += n < n_waiting;
+        }
+        known_step_deinit(&x);
+    }
+    CHECK(n_with > 300 && n_seen > 300 && n_few > 30);
+    printf("  %u steps with values in host memory\n", n_with);
 }
 
 TEST(plan__a_step_cut_along_another_axis_is_the_same_step)
@@ -707,6 +750,8 @@ TEST(plan__the_nth_allocation_may_fail)
                 o.budget_bytes = 1;
             o.axes = KOILA_AXES_ANY;
             o.recomputes = true;
+            o.host_price = 1;
+            o.host_bytes = UINT64_MAX;
             const koila_status status =
                 koila_plan_new(r.g, r.targets, r.n_targets, &o, &mem, &p, &err);
             const bool failed = fail.n_calls >= at;

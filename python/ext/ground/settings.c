@@ -1,7 +1,7 @@
 /* settings.c — see settings.h.
  *
  *   configure(*, micro_batch, budget, cpu_budget, resident, strict, fastest, dry, own_budget,
- *             axes) ->
+ *             axes, host_memory) ->
  *       the settings before, as a dict for configure(**dict); only the given settings change
  *   configure_process(*, budget, cpu_budget, resident): where no budget is entered
  *
@@ -89,13 +89,13 @@ static PyObject *truth(bool on) { return Py_NewRef(on ? Py_True : Py_False); }
 static PyObject *settings_dict(void)
 {
     const koila__settings s = koila__settings_now();
-    return Py_BuildValue("{s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N}", "micro_batch",
-                         number_or_none(s.rows, (uint64_t)s.rows), "budget",
-                         number_or_none(s.has_budget, s.budget), "cpu_budget",
-                         number_or_none(s.cpu_budget != UINT64_MAX, s.cpu_budget), "resident",
-                         truth(s.resident), "strict", truth(s.strict), "fastest", truth(s.fastest),
-                         "dry", truth(s.dry), "own_budget", truth(s.own_budget), "axes",
-                         PyUnicode_FromString(axes_names[s.axes]));
+    return Py_BuildValue(
+        "{s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N}", "micro_batch",
+        number_or_none(s.rows, (uint64_t)s.rows), "budget", number_or_none(s.has_budget, s.budget),
+        "cpu_budget", number_or_none(s.cpu_budget != UINT64_MAX, s.cpu_budget), "resident",
+        truth(s.resident), "strict", truth(s.strict), "fastest", truth(s.fastest), "dry",
+        truth(s.dry), "own_budget", truth(s.own_budget), "axes",
+        PyUnicode_FromString(axes_names[s.axes]), "host_memory", truth(!s.no_host));
 }
 
 /* Reads `o`, a number or None for no limit. NULL: not given, so `otherwise`. */
@@ -150,14 +150,16 @@ static int store(koila__settings s)
 
 static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
 {
-    static char *names[] = { "micro_batch", "budget", "cpu_budget", "resident", "strict",
-                             "fastest",     "dry",    "own_budget", "axes",     NULL };
+    static char *names[] = { "micro_batch", "budget",      "cpu_budget", "resident",
+                             "strict",      "fastest",     "dry",        "own_budget",
+                             "axes",        "host_memory", NULL };
     PyObject *rows = NULL, *budget = NULL, *cpu_budget = NULL, *resident = NULL;
     PyObject *strict = NULL, *fastest = NULL, *dry = NULL, *own_budget = NULL, *axes = NULL;
+    PyObject *host = NULL;
     (void)self;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOOOOOO:configure", names, &rows, &budget,
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOOOOOOO:configure", names, &rows, &budget,
                                      &cpu_budget, &resident, &strict, &fastest, &dry, &own_budget,
-                                     &axes))
+                                     &axes, &host))
         return NULL;
     koila__settings s = own();
     if (rows)
@@ -168,6 +170,8 @@ static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
     }
     if (axes)
         set_axes(&s, axes);
+    if (host)
+        s.no_host = PyObject_IsTrue(host) != 1;
     if (!PyErr_Occurred() && s.rows < 0)
         PyErr_SetString(PyExc_ValueError, "micro_batch must be at least 1");
     PyObject *before = PyErr_Occurred() ? NULL : settings_dict();

@@ -27,6 +27,7 @@ typedef struct koila__settings {
     /* which dimensions of the batch may be cut. OTHER is for tests: another one than the rows, and
      * `rows` counts its entries */
     enum { KOILA__CUT_ANY, KOILA__CUT_BATCH, KOILA__CUT_OTHER } axes;
+    bool no_host;    /* values of a GPU may not wait in host memory */
     bool fastest;    /* time a few slice sizes and keep the fastest */
     bool dry;        /* koila.plan(): steps are planned, and nothing runs */
     bool own_budget; /* a budget() is entered here, so the process's does not count */

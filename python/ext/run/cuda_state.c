@@ -34,13 +34,15 @@ static struct margin {
 } margins[N_MARGINS];
 static uint64_t n_used;
 
-static PyObject *ask(const char *what, int index)
+static PyObject *ask_of(const char *module, const char *what, int index)
 {
-    PyObject *mine = PyImport_ImportModule("koila._cuda");
+    PyObject *mine = PyImport_ImportModule(module);
     PyObject *r = mine ? PyObject_CallMethod(mine, what, "i", index) : NULL;
     Py_XDECREF(mine);
     return r;
 }
+
+static PyObject *ask(const char *what, int index) { return ask_of("koila._cuda", what, index); }
 
 int koila__gpu_of(const koila_graph *g)
 {
@@ -365,6 +367,29 @@ uint64_t koila__gpu_inside(const koila__gpu_count *before, const koila__gpu_coun
     const bool is_exact = after->peak > before->peak;
     *how = is_exact || !freed ? KOILA__MEASURED_HERE : KOILA__MEASURED_BOUND;
     return is_exact || at_peak < freed ? at_peak : freed;
+}
+
+/* ---- host memory */
+
+bool koila__may_offload(int index)
+{
+    const koila__settings set = koila__settings_now();
+    if (index < 0 || set.no_host || set.dry)
+        return false;
+    PyObject *r = ask_of("koila._host_memory", "is_refused", index);
+    const bool may = r == Py_False;
+    Py_XDECREF(r);
+    PyErr_Clear();
+    return may;
+}
+
+double koila__host_price(int index)
+{
+    PyObject *r = koila__may_offload(index) ? ask_of("koila._host_memory", "price", index) : NULL;
+    const double price = r ? PyFloat_AsDouble(r) : 0;
+    Py_XDECREF(r);
+    PyErr_Clear();
+    return price > 0 ? price : 0;
 }
 
 PyObject *koila__fit_dict(const cached *c)

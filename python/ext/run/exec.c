@@ -888,7 +888,7 @@ static int run_node(exec *x, const koila_instr *in, bool in_loop)
     call.s = koila_sig_get(x->table, call.info.sig);
     if (in_loop && koila_plan_absence(x->plan, call.n) == KOILA_ABSENT_SUM && sum_of_one(x, &call))
         return 0;
-    x->n_run++;
+    x->n_run += !(koila_op_facts(x->table, call.s->op) & KOILA_FACT_OFFLOADS);
     const int drawn = prepare_random(x, &call);
     if (drawn)
         return drawn < 0 ? -1 : 0;

@@ -52,7 +52,7 @@ static uint64_t key_of(const koila_graph *part, const koila_value *targets, uint
                        koila__cutting how)
 {
     uint64_t key = koila__mix(koila_graph_hash(part), (uint64_t)how.rows);
-    key = koila__mix(key, how.axes | (uint32_t)how.recomputes << 8);
+    key = koila__mix(key, how.axes | (uint32_t)how.recomputes << 8 | (uint32_t)how.offloads << 9);
     for (uint32_t i = 0; i < n_targets; i++)
         key = koila__mix(key, targets[i]);
     return key;
@@ -65,7 +65,7 @@ static bool still_holds(const cached *c, uint64_t key, const koila__room *room, 
         c->info.peak_bytes > room->bytes)
         return false;
     const bool is_as_forced = rows > 0 && c->info.rows >= rows;
-    if (is_as_forced || (c->info.n_slices == 1 && !c->info.n_again))
+    if (is_as_forced || (c->info.n_slices == 1 && !c->info.n_again && !c->info.n_offloaded))
         return true;
     /* with a third more memory, or another user's budget, fewer slices may fit, or all results */
     const bool is_similar = room->bytes / 4 <= c->budget / 3 || room->bytes == c->budget;
@@ -159,6 +159,11 @@ static koila_status make_plan(const koila_graph *part, const koila_value *target
                                                  : room->bytes,
                              .rows = rows,
                              .workspace = koila__workspace_of };
+    if (how.offloads) {
+        o.host_price = koila__host_price(room->gpu);
+        o.host_bytes = koila__host_room();
+        o.host_device = (uint16_t)(0x100 | room->gpu);
+    }
     if (rows > 0 && room->is_budget)
         return plan_within_budget(part, targets, n_targets, room, &o, out, fit, err);
     const koila_status status = koila__gpu_plan(room, part, targets, n_targets, &o, out, fit, err);
@@ -191,13 +196,16 @@ static koila_status plan_and_probe(const koila_graph *part, const koila_value *t
 }
 
 /* As the settings of the running code say. */
-koila__cutting koila__cutting_now(void)
+koila__cutting koila__cutting_now(const koila__room *room)
 {
     static const uint32_t axes[] = { [KOILA__CUT_ANY] = KOILA_AXES_ANY,
                                      [KOILA__CUT_BATCH] = KOILA_AXES_ROWS,
                                      [KOILA__CUT_OTHER] = KOILA_AXES_OTHER };
     const koila__settings set = koila__settings_now();
-    return (koila__cutting){ .rows = set.rows, .axes = axes[set.axes], .recomputes = !set.rows };
+    return (koila__cutting){ .rows = set.rows,
+                             .axes = axes[set.axes],
+                             .recomputes = !set.rows,
+                             .offloads = !set.rows && koila__host_price(room->gpu) > 0 };
 }
 
 cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t n_targets,
@@ -208,7 +216,9 @@ cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t 
     uint32_t n_states = 0;
     cached *c = find(key, room, how.rows, &n_states);
     if (!c && how.or_known_last) {
-        const koila__cutting last = { .axes = how.last_axes, .recomputes = true };
+        const koila__cutting last = { .axes = how.last_axes,
+                                      .recomputes = true,
+                                      .offloads = koila__may_offload(room->gpu) };
         c = find(key_of(part, targets, n_targets, last), room, 0, &n_states);
     }
     if (c) {

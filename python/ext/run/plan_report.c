@@ -299,6 +299,8 @@ PyObject *koila__step_dict(const koila__step *step)
     bad |= set_item(d, "n_run", PyLong_FromUnsignedLongLong(step->n_run));
     bad |= set_item(d, "replay_ratio", PyFloat_FromDouble(replay_ratio_of(step, &info)));
     bad |= set_item(d, "n_recomputed", PyLong_FromUnsignedLong(info.n_again));
+    bad |= set_item(d, "n_offloaded", PyLong_FromUnsignedLong(info.n_offloaded));
+    bad |= set_item(d, "offloaded_bytes", PyLong_FromUnsignedLongLong(info.offloaded_bytes));
     bad |= set_item(d, "base_bytes", bytes_or_none(true, base));
     bad |= set_item(d, "fit", koila__fit_dict(step->c));
     if (bad)

@@ -40,6 +40,7 @@ typedef struct request {
     int64_t rows;    /* of a slice, for the next plan; 0: as many as fit */
     uint32_t axes;   /* koila_axes: of those rows */
     bool recomputes; /* results may be dropped and computed again */
+    bool offloads;   /* or wait in host memory */
     /* bytes left out of the room, since a plan that drops results ran out of memory */
     uint64_t less;
     PyObject *ranks;  /* that make the same calls; None: nothing is sharded; NULL: not asked yet */
@@ -207,6 +208,7 @@ static next retry_at_last(request *q)
 {
     q->axes = last_axes(q);
     q->recomputes = true;
+    q->offloads = koila__host_price(q->room.gpu) > 0; /* measures it, before the next look */
     q->n = q->n_all;
     q->no_extra = false;
     return RETRY;
@@ -260,6 +262,7 @@ static next find_plan(request *q)
     const koila__cutting how = { .rows = q->rows,
                                  .axes = q->axes,
                                  .recomputes = q->recomputes,
+                                 .offloads = q->offloads,
                                  .or_known_last = !q->rows && q->axes == KOILA_AXES_ROWS,
                                  .last_axes = last_axes(q) };
     q->c = koila__plan_for(koila__part_give(&q->part), q->part.targets, q->n + q->keeping.n,
@@ -373,6 +376,7 @@ static next retry_with_less(request *q)
     PyErr_Clear();
     q->step.retries++;
     q->recomputes = true;
+    q->offloads &= koila__may_offload(q->room.gpu);
     q->less += q->c->info.peak_bytes / 8;
     return RETRY;
 }
@@ -398,7 +402,7 @@ static next after_out_of_memory(request *q, koila__announced announced)
         PyErr_Clear();
         return RETRY;
     }
-    if (!is_sharded && may_retry && info->n_again)
+    if (!is_sharded && may_retry && (info->n_again || info->n_offloaded))
         return retry_with_less(q);
     /* twice the slices, on every rank; a rank that cannot withdraws from the exchange */
     if (announced && may_retry)

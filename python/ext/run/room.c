@@ -1,5 +1,6 @@
 /* room.c — the memory that a step may use: the budget, or the free memory. For a GPU it asks
  * cuda_state.c. */
+#include "memory/freemem.h"
 #include "run/run.h"
 
 #define MIB 1048576.0
@@ -80,6 +81,16 @@ int koila__room_for(const koila_graph *part, koila__room *out)
     if (seen == 0)
         look_at_cpu(out);
     return seen < 0 ? -1 : 0;
+}
+
+uint64_t koila__host_room(void)
+{
+    const uint64_t budget = koila__settings_now().cpu_budget;
+    const uint64_t held = koila__cpu_bytes_current();
+    koila__freemem f;
+    koila__freemem_read("", &f);
+    const uint64_t free = f.bound < 0 ? UINT64_MAX : f.bytes[f.bound] / 2;
+    return budget == UINT64_MAX ? free : least_of(free, minus(budget, held));
 }
 
 void koila__room_holds(koila__room *room, uint64_t held)

@@ -167,12 +167,13 @@ typedef struct koila__cutting {
     /* results may be dropped and computed again. It is the last thing that is tried, as other axes
      * are */
     bool recomputes;
+    bool offloads; /* or wait in host memory: koila__may_offload() */
     /* a plan of the last try, with these axes, will do, if one was made before and still holds:
      * then no number of rows fitted */
     bool or_known_last;
     uint32_t last_axes;
 } koila__cutting;
-koila__cutting koila__cutting_now(void); /* as the settings of the running code say */
+koila__cutting koila__cutting_now(const koila__room *room); /* as the running code's settings say */
 /* A plan for targets of `part` (taken over) that fits `room`. A new reference, or NULL with *status
  * and err filled and no exception. */
 cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t n_targets,
@@ -215,6 +216,8 @@ void koila__tuned_record(uint64_t key, int64_t rows, double seconds);
 int koila__gpu_of(const koila_graph *g); /* the GPU that g's leaves are on, -1: none */
 /* 1; 0: it cannot be read; -1: UnsupportedError, its work is captured into a graph. */
 int koila__gpu_look(int index, koila__room *room);
+/* Host memory that a step may take: half of what this process can still get. */
+uint64_t koila__host_room(void);
 /* koila_plan_new, and on a GPU koila_plan_live; *fit: as cached.fit. */
 koila_status koila__gpu_plan(const koila__room *room, const koila_graph *part,
                              const koila_value *targets, uint32_t n_targets,
@@ -237,6 +240,12 @@ bool koila__gpu_bytes(int index, koila__gpu_count *out); /* false: it cannot be 
  */
 uint64_t koila__gpu_inside(const koila__gpu_count *before, const koila__gpu_count *after,
                            koila__measured *how);
+/* May values of this GPU wait in host memory, by the settings of the running code, and did the host
+ * give memory until now? -1: not a GPU, so no. */
+bool koila__may_offload(int index);
+/* The work of a byte on the way there (koila_plan_options.host_price), measured at the first call;
+ * 0: it may not. */
+double koila__host_price(int index);
 PyObject *koila__fit_dict(const cached *c); /* for reports; None where the sum decided */
 void koila__gpu_forget(void);
 

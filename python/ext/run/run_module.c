@@ -433,7 +433,7 @@ static PyObject *py_explain(PyObject *self, PyObject *list)
         koila_status status = KOILA_OK;
         const koila__step step = {
             .c = koila__plan_for(koila__part_give(&part), part.targets, n, &room,
-                                 koila__cutting_now(), &err, &status),
+                                 koila__cutting_now(&room), &err, &status),
             .early = t->early,
             .base_bytes = room.gpu >= 0 ? room.held : koila__cpu_bytes_current(),
             .budget_bytes = room.limit,

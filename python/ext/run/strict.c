@@ -56,7 +56,7 @@ static bool is_refused(koila__tape *t, const koila_value *targets, uint32_t n)
         koila__room room;
         if (koila__room_for(part.graph, &room) == 0)
             c = koila__plan_for(koila__part_give(&part), part.targets, n, &room,
-                                koila__cutting_now(), &err, &status);
+                                koila__cutting_now(&room), &err, &status);
         koila__part_free(&part);
     }
     const bool refused = !c || koila__strict_check(t, c, n) < 0;
