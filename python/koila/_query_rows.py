@@ -6,7 +6,8 @@ those up to theirs. So a slice runs the kernel twice, without a mask on the keys
 one on its own, and nothing on those after it; no mask is made. The two results are merged by the
 logsumexp of their scores, as flash attention merges its tiles (Dao et al. 2022). Their gradients
 need no merging: a kernel that is given the logsumexp of all keys gives the shares of those it
-sees."""
+sees. So the keys before a slice are taken a quarter of all at a time: what a slice needs inside
+hardly depends on its place, and is as small as that of the first ones."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from . import _attention
 
 aten = torch.ops.aten
 _CPU = 0  # as src/placement/rules_attention.c numbers it; the others are _attention's
+_PARTS = 4  # of the keys before a slice, in backward
 _PADDED_TO = 32  # the length of the logsumexp that the efficient kernel wants is a multiple of it
 
 
@@ -99,14 +101,17 @@ def query_rows_backward(
     if not is_causal:
         return call.backward(_attention.Given(grad, q, k, v, bias, out, sums), False)
     gq, gk, gv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    seen, own = slice(0, first), slice(first, first + q.shape[2])
-    for keys, is_own in ((seen, False), (own, True)):
-        some_k, some_v = k[:, :, keys], v[:, :, keys]
-        if some_k.shape[2] == 0:
-            continue
-        given = _attention.Given(grad, q, some_k, some_v, None, out, sums)
+    n_keys = k.shape[2]
+    step = max(q.shape[2], -(-n_keys // _PARTS))
+    begins = range(0, min(first, n_keys), step)
+    parts = [(slice(begin, min(begin + step, first)), False) for begin in begins]
+    if first < n_keys:
+        parts.append((slice(first, first + q.shape[2]), True))
+    for keys, is_own in parts:
+        given = _attention.Given(grad, q, k[:, :, keys], v[:, :, keys], None, out, sums)
         share = call.backward(given, is_own)
         gq += share[0]
         gk[:, :, keys] = share[1]
         gv[:, :, keys] = share[2]
+        del share  # before the next is made
     return gq, gk, gv
