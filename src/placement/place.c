@@ -35,6 +35,12 @@
  * the choice of the dimension is a guess. It saves memory and costs loops, so the planner tries
  * both.
  *
+ * Note [Tables]. Along another axis than the rows (seeds), tokens meet tokens: a mask of padding
+ * [B, 1, 1, T] is broadcast to [B, 1, T, T], whose rows are queries. Its columns are cut then, and
+ * attention, which cuts queries, would need it whole. So where a result has the axis in a dimension
+ * before that of the cut inputs, and they lack it, those small inputs are made whole. A result of
+ * whole inputs that are all smaller by the length of the axis is FREE: its use decides.
+ *
  * Note [Late sums]. A sum of partial sums stays partial, so that one loop makes both terms. Where
  * barriers lie between the terms (the gradient of an embedding that is also the last layer: its
  * terms come from the first and the last loop of the backward), the later loop would have to run
@@ -1255,18 +1261,109 @@ static bool place_on_axis(koila__placer *p, koila_sig id, const koila_value *in,
            (is_sliced || !p->cut || cut(p, sig, placed, axis, results));
 }
 
-static bool place_in(koila__placer *p, koila_sig id, const koila_value *in, koila_value *results)
+/* Does the call compute each element of its result from the elements in the same place, with
+ * broadcasting? */
+static bool is_elementwise(koila__placer *p, const koila_sig_info *sig)
+{
+    const koila__rule rule = op_rule(p, sig->op)->rule;
+    return sig->n_outputs == 1 && sig->outputs[0] != KOILA_NONE && !sig->n_writes &&
+           (rule == koila__rule_pointwise || rule == koila__rule_expand ||
+            rule == koila__rule_where || rule == koila__rule_additive || rule == koila__rule_mul);
+}
+
+/* Is the S input of meta m broadcast along dimension d of a result of n_dims, before its cut? */
+static bool is_spread(const koila_meta_info *m, koila_placement is, uint32_t n_dims, uint32_t d)
+{
+    const uint32_t missing = n_dims - m->n_dims;
+    return is.outer == 1 && is.inner == 1 && d < is.dim + missing &&
+           (d < missing || m->size[d - missing] == 1);
+}
+
+/* Note [Tables]: makes inputs whole in in[] and placed[]. */
+static bool make_tables(koila__placer *p, const koila_sig_info *sig, koila_value *in,
+                        koila_placement *placed)
+{
+    const koila_meta_info *out =
+        is_elementwise(p, sig) ? koila__meta(p->table, sig->outputs[0]) : NULL;
+    const int64_t size = koila_graph_axis_size(p->from, 0);
+    uint32_t first = 0;
+    while (out && first < out->n_dims && out->size[first] != size)
+        first++;
+    if (!out || first == out->n_dims)
+        return true;
+    for (uint32_t i = 0; i < sig->n_inputs; i++) {
+        const koila_meta_info *m = koila__meta(p->table, sig->inputs[i]);
+        if (placed[i].kind != KOILA_S || !is_spread(m, placed[i], out->n_dims, first))
+            continue;
+        if (!koila__placer_whole(p, in[i], &in[i]))
+            return false;
+        placed[i] = koila__r();
+    }
+    return true;
+}
+
+/* Note [Tables]: is the result of whole inputs one? */
+static bool is_table(koila__placer *p, const koila_sig_info *sig)
+{
+    if (!p->seeds || !sig->n_inputs || !is_elementwise(p, sig))
+        return false;
+    const uint64_t size = (uint64_t)koila_graph_axis_size(p->from, 0);
+    const uint64_t n_elements = koila__meta(p->table, sig->outputs[0])->n_elements;
+    for (uint32_t i = 0; i < sig->n_inputs; i++)
+        if (koila__meta(p->table, sig->inputs[i])->n_elements > n_elements / size)
+            return false;
+    return true;
+}
+
+/* Does the call give its input in another shape, or less of it? */
+static bool passes_on(const koila__placer *p, const koila_sig_info *sig)
+{
+    return sig->n_inputs == 1 && sig->n_outputs == 1 && sig->outputs[0] != KOILA_NONE &&
+           (facts_of(p, sig) & KOILA_FACT_RESHAPES ||
+            koila__meta(p->table, sig->outputs[0])->n_elements <
+                koila__meta(p->table, sig->inputs[0])->n_elements);
+}
+
+/* Partial sums that have the axis, gradients of keys and values, become whole before a call that
+ * computes with them, and are sliced: else each slice would compute with all of it. Those of two
+ * dimensions are gradients of weights. */
+static bool cut_sums(koila__placer *p, const koila_sig_info *sig, koila_value *in,
+                     koila_placement *placed)
+{
+    for (uint32_t i = 0; i < sig->n_inputs; i++) {
+        const koila_meta_info *m = koila__meta(p->table, sig->inputs[i]);
+        koila_value whole;
+        if (!koila__is_sum(placed[i]) || m->n_dims < 3 || passes_on(p, sig))
+            continue;
+        const koila_placement at = cut_of(p, sig, m, placed, 0);
+        if (koila__is_r(at))
+            continue;
+        if (!koila__placer_whole(p, in[i], &whole) || !alias(p, whole, at, 0, &in[i]))
+            return false;
+        p->whole_of.at[in[i]] = whole;
+        placed[i] = at;
+    }
+    return true;
+}
+
+static bool place_in(koila__placer *p, koila_sig id, const koila_value *inputs,
+                     koila_value *results)
 {
     const koila_sig_info *sig = koila__sig(p->table, id);
     koila_placement *placed = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *placed);
+    koila_value *in = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *in);
     attempt a;
-    if (!placed)
+    if (!placed || !in)
         return fail(p, KOILA_NO_MEMORY);
-    for (uint32_t i = 0; i < sig->n_inputs; i++)
+    for (uint32_t i = 0; i < sig->n_inputs; i++) {
+        in[i] = inputs[i];
         placed[i] = p->value.at[in[i]];
+    }
+    if (p->seeds && !(make_tables(p, sig, in, placed) && cut_sums(p, sig, in, placed)))
+        return false;
     uint32_t axis = axis_of(p, placed, sig->n_inputs);
     if (axis == KOILA_NONE) {
-        const bool stays_free = is_free(p, sig, placed);
+        const bool stays_free = is_table(p, sig) || is_free(p, sig, placed);
         const bool is_seed = p->seeds && p->seeds[p->recorded] && !stays_free;
         return append(p, id, sig, in, NULL, stays_free, results) &&
                (!is_seed || cut(p, sig, placed, 0, results));

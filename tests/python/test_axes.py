@@ -120,8 +120,11 @@ def needs(model, data, loss):
         ("gpt2", 1, 0.3),
         ("gpt2", 2, 0.5),
         ("llama", 1, 0.5),
-        ("mistral", 1, 0.8),
-        ("qwen2", 1, 0.6),
+        ("llama", 1, 0.3),
+        ("mistral", 1, 0.3),
+        ("qwen2", 1, 0.3),
+        ("bert", 1, 0.3),
+        ("t5", 1, 0.5),
         ("vit", 1, 0.5),  # patches: no value of the batch has that dimension
         ("unet2d", 1, 0.5),
         ("unet2d", 1, 0.3),
@@ -149,7 +152,7 @@ def test_a_sample_that_does_not_fit_trains(name, samples, share):
         assert plan.n_recomputed and plan.replay_ratio < 1.4
     assert plan.measured_peak_bytes - plan.base_bytes <= limit
     assert plan.retries == 0
-    assert 0.995 <= plan.predicted_peak_bytes / plan.measured_peak_bytes <= 1.06
+    assert 0.995 <= plan.predicted_peak_bytes / plan.measured_peak_bytes <= 1.02
     for k, e in expected.items():
         if k.startswith("value:buffer"):
             continue  # the steps before this one have moved running statistics too
