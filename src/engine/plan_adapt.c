@@ -66,6 +66,14 @@ static void adapt_index(const subject *x, bool is_end, int64_t begin, int64_t ro
         a->ints[0] = at / block * rows * cut.inner + at % block - begin * cut.inner + is_end;
 }
 
+/* FIRST, AFTER: the index of a row along the sliced dimension. */
+static void adapt_first(const subject *x, int64_t row, koila_adapt *a)
+{
+    a->kind = KOILA_ADAPT_INT;
+    a->n = 1;
+    a->ints[0] = row * x->placement.inner;
+}
+
 /* DIMS: of the dims that a squeeze names (all, when it names none), those of recorded size 1.
  */
 static void adapt_dims(const koila_table *t, const subject *x, koila_adapt *a)
@@ -180,9 +188,10 @@ uint32_t koila_plan_adapt_at(const koila_plan *p, koila_node n, int32_t link, in
             adapt_index(&x, fix[k].kind == KOILA__FIX_END, begin, rows, g->axes.at[node->axis], a);
             break;
         case KOILA__FIX_FIRST:
-            a->kind = KOILA_ADAPT_INT;
-            a->n = 1;
-            a->ints[0] = begin * x.placement.inner;
+            adapt_first(&x, begin, a);
+            break;
+        case KOILA__FIX_AFTER:
+            adapt_first(&x, begin + rows, a);
             break;
         case KOILA__FIX_NONE:
             break;

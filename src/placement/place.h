@@ -104,6 +104,8 @@ typedef enum koila__fix_kind {
     /* argument `arg` is an int: := the index of the slice's first row along the sliced dimension of
      * output `output`, or of input `output` - KOILA__FIX_OF_INPUT; outer == 1 */
     KOILA__FIX_FIRST,
+    /* the same: := the index after the slice's last row */
+    KOILA__FIX_AFTER,
 } koila__fix_kind;
 enum { KOILA__MAX_FIXES = 4, KOILA__FIX_OF_INPUT = 1000 };
 typedef struct koila__fix {

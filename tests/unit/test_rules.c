@@ -155,6 +155,23 @@ TEST(rules__own_row_by_index_stays_sliced_and_a_permutation_does_not)
     maker_deinit(&m);
 }
 
+TEST(rules__a_range_from_zero_follows_the_rows_and_no_other_does)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 0, i64(7));
+    const koila_value own = call(&m, "aten::arange.start", i64(7), "ii", 0, 7);
+    const koila_value late = call(&m, "aten::arange.start", i64(7), "ii", 1, 8);
+    const koila_value a = call(&m, "aten::add.Tensor", i64(7), "tt", x, own);
+    const koila_value b = call(&m, "aten::add.Tensor", i64(7), "tt", a, late);
+    place(&m, b);
+    CHECK_AT(&m, own, S(0, 1, 1));
+    CHECK_AT(&m, late, R_);
+    CHECK_AT(&m, b, S(0, 1, 1));
+    CHECK_EQ(n_gathered(&m), 0);
+    maker_deinit(&m);
+}
+
 TEST(rules__bags_of_one_length_are_sliced_and_others_gathered)
 {
     /* 7 bags of 7: which of the two is the batch is known by position */

@@ -118,6 +118,23 @@ koila_value koila__value_of(koila__handle *h)
 
 /* ---- concrete values */
 
+/* Of one sample, what depends on no data (a table of positions) is no part of the step that runs:
+ * it is computed at once, as without koila, and settles if it needs no gradient. 1: it was; 0: it
+ * is another value; -1 + error. */
+static int make_known(koila__handle *h)
+{
+    koila__tape *t = h->group ? h->group->tape : NULL;
+    if (!t || !h->group->factory || !h->group->no_lazy_data || !koila__tape_is_of_one(t))
+        return 0;
+    const int settled = koila__requires_grad(h->wrapper) ? 0 : koila__settle(h->wrapper);
+    if (settled)
+        return settled;
+    const koila_value v = koila__value_of(h);
+    if (v == KOILA_NONE)
+        return -1;
+    return t->values[v].real || koila__executor->run_whole(t, &v, 1) == 0 ? 1 : -1;
+}
+
 int koila__concrete_many(koila__handle *const *h, uint32_t n)
 {
     koila_value fixed[64], *want = n <= 64 ? fixed : PyMem_Malloc(n * sizeof *want);
@@ -130,6 +147,11 @@ int koila__concrete_many(koila__handle *const *h, uint32_t n)
     if (!done) {
         rc = -1;
         PyErr_NoMemory();
+    }
+    for (uint32_t i = 0; i < n && rc == 0; i++) {
+        const int known = make_known(h[i]);
+        rc = known < 0 ? -1 : 0;
+        done[i] = known;
     }
     for (uint32_t i = 0; i < n && rc == 0; i++) {
         if (done[i] || !h[i]->group) /* one that settled meanwhile is plain */

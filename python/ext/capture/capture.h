@@ -90,7 +90,7 @@ void koila__forget_when_due(void);
 
 /* ---- factory_switch.c */
 enum { KOILA__MAX_WRITES = 64 };     /* tensors that one operator writes; more is refused */
-enum { KOILA__N_FACTORY_KINDS = 4 }; /* zeros, ones, full, empty: see factories.c */
+enum { KOILA__N_FACTORY_KINDS = 5 }; /* zeros, ones, full, empty, arange: see factories.c */
 /* `replacement` may replace the vectorcall entry of torch's function `f` of this kind. */
 void koila__switch_add(int kind, PyObject *f, vectorcallfunc replacement);
 PyObject *koila__switch_function(int kind); /* borrowed; NULL: left alone */
@@ -119,6 +119,10 @@ koila_value koila__tape_leaf_new(koila__tape *t, PyObject *real, koila_meta meta
 int koila__tape_axis(koila__tape *t, uint64_t id, int64_t size, uint16_t *out);
 /* Is one of the sizes that of a batch axis? */
 bool koila__tape_has_batch(const koila__tape *t, const int64_t *size, uint32_t n_dims);
+/* Is each batch a single sample? */
+bool koila__tape_is_of_one(const koila__tape *t);
+/* ... and one of the sizes that of a long dimension of it? */
+bool koila__tape_has_length(const koila__tape *t, const int64_t *size, uint32_t n_dims);
 int koila__tape_effect(koila__tape *t, PyObject *real, koila_value v);
 /* before effects of an abandoned step; warns; -1 with an exception */
 int koila__tape_drop_overwritten(koila__tape *t);
@@ -251,6 +255,9 @@ PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, ko
 void koila__handle_make_plain(koila__handle *h, PyObject *plain);
 
 /* ---- settle.c */
+/* 1: `o` is a plain tensor now; 0: it cannot become one; -1 with an exception */
+int koila__settle(PyObject *o);
+bool koila__requires_grad(PyObject *tensor);
 /* 1: some argument is a plain tensor in a wrapper; -1 + error */
 int koila__factories_meet(uint64_t written, PyObject *written_kw, PyObject *args, PyObject *kwargs);
 void koila__factories_derive(PyObject *args, PyObject *kwargs, PyObject *result);

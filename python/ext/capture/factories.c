@@ -1,4 +1,4 @@
-/* factories.c — torch.zeros, ones, full and empty between lazy() and backward.
+/* factories.c — torch.zeros, ones, full, empty and arange between lazy() and backward.
  *
  *   outputs = torch.zeros(T, B, V)           # of every sequence-to-sequence tutorial
  *   for t in range(T):
@@ -9,6 +9,10 @@
  * x.new_zeros() does: a node without data edges, made at the size of a slice when the step runs.
  * They do so only where it can matter and no mode or transform is involved; see open_here() and
  * make(). When in doubt the result is the plain tensor.
+ *
+ * Of a batch of one sample no rows can be cut, only another dimension, such as its tokens. There a
+ * table of tokens by tokens (a mask, relative positions) made from arange(n) would be whole. So
+ * where n is the size of a long dimension of that sample, arange is a factory too.
  *
  * Note [Why the function itself]. A TorchFunctionMode costs microseconds on every torch call, and
  * other modes see it. Another object at torch.zeros would be missing from every table of functions
@@ -39,22 +43,38 @@
 #include <math.h>
 #include <unistd.h>
 
-enum { ZEROS, ONES, FULL, EMPTY };
+enum { ZEROS, ONES, FULL, EMPTY, ARANGE };
+
+/* Of a sample: a table of shorter ones is small. */
+enum { LONG = 64 };
 
 /* What koila needs of torch; all owned. */
 static struct torch_facts {
     PyObject *n_function_modes, *n_dispatch_modes, *is_excluded, *autograd_key, *tracing_state,
         *functorch_level, *default_dtype, *default_device, *strided, *device;
-    PyObject *full, *empty_strided; /* operators */
+    PyObject *full, *empty_strided, *arange; /* operators */
     PyObject *current_cuda_device;
     char *libraries[2]; /* directories of torch and koila, each with its final slash */
 } facts;
 
 /* ---- when a call gives a factory */
 
+static void add_lengths(koila__tape *t, const koila_meta_info *batch)
+{
+    for (uint32_t d = 0; d < batch->n_dims; d++) {
+        uint32_t i = 0;
+        while (i < t->n_lengths && t->lengths[i] != batch->size[d])
+            i++;
+        if (i == t->n_lengths && i < sizeof t->lengths / sizeof *t->lengths &&
+            batch->size[d] >= LONG)
+            t->lengths[t->n_lengths++] = batch->size[d];
+    }
+}
+
 void koila__factories_step(koila__tape *t, koila_meta batch)
 {
     const uint16_t device = koila_meta_get(koila__table, batch)->device;
+    add_lengths(t, koila_meta_get(koila__table, batch));
     const uint32_t most = sizeof t->devices / sizeof *t->devices;
     uint32_t i = 0;
     t->process = getpid();
@@ -395,24 +415,57 @@ static bool lists_of(const call *c, PyObject **size, PyObject **stride)
     return *size && *stride && !PyErr_Occurred();
 }
 
-/* The call as it is recorded: empty_strided(size, stride) or full(size, value). */
+/* The call as it is recorded: empty_strided(size, stride), full(size, value) or arange(0, n). */
 static PyObject *record_factory(int kind, const call *c, PyObject *size, PyObject *stride,
                                 PyObject *kwargs)
 {
     PyObject *args;
-    if (kind == EMPTY)
+    PyObject *op = facts.full;
+    if (kind == EMPTY) {
+        op = facts.empty_strided;
         args = PyTuple_Pack(2, size, stride);
-    else if (kind == FULL)
+    } else if (kind == ARANGE) {
+        op = facts.arange;
+        args = Py_BuildValue("(iL)", 0, (long long)c->size[0]);
+    } else if (kind == FULL)
         args = PyTuple_Pack(2, size, c->fill);
     else
         args = Py_BuildValue("(Oi)", size, kind == ONES);
     PyObject *r = NULL;
     if (args)
-        r = koila__record(kind == EMPTY ? facts.empty_strided : facts.full, args, kwargs);
+        r = koila__record(op, args, kwargs);
     if (r && koila__is_lazy(r))
         koila__group_is_factory(koila__handle_of(r)->group, true);
     Py_XDECREF(args);
     return r;
+}
+
+/* May the call's result be cut? */
+static bool may_be_cut(const koila__tape *t, int kind, const call *c)
+{
+    return kind == ARANGE ? koila__tape_has_length(t, c->size, c->n_dims)
+                          : koila__tape_has_batch(t, c->size, c->n_dims);
+}
+
+/* Reads arange(n), as one size; of whole numbers only. */
+static bool read_range(PyObject *args, PyObject *kwargs, call *c)
+{
+    *c = (call){ 0 };
+    PyObject *size = NULL, *name, *value;
+    Py_ssize_t at = 0;
+    while (kwargs && PyDict_Next(kwargs, &at, &name, &value))
+        if (!read_keyword(ARANGE, name, value, c, &size))
+            return false;
+    return PyTuple_GET_SIZE(args) == 1 && !size && PyLong_CheckExact(PyTuple_GET_ITEM(args, 0)) &&
+           read_size(PyTuple_GET_ITEM(args, 0), c);
+}
+
+/* The dtype of arange(n), I64 if none is given; -1: another one than of whole numbers that hold n.
+ */
+static int range_dtype(const call *c)
+{
+    const int d = c->dtype ? koila__dtype_of(c->dtype) : KOILA_DTYPE_I64;
+    return d == KOILA_DTYPE_I64 || (d == KOILA_DTYPE_I32 && c->size[0] <= INT32_MAX) ? d : -1;
 }
 
 /* A lazy factory; NULL, perhaps with an exception: the call is left to torch. */
@@ -420,11 +473,14 @@ static PyObject *make(int kind, PyObject *args, PyObject *kwargs)
 {
     call c;
     koila__tape *t = step_here();
-    if (!t || !read_call(kind, args, kwargs, &c) || (kind == FULL) != (c.fill != NULL) ||
-        !koila__tape_has_batch(t, c.size, c.n_dims))
+    const bool is_read =
+        t && (kind == ARANGE ? read_range(args, kwargs, &c) : read_call(kind, args, kwargs, &c));
+    if (!is_read || (kind == FULL) != (c.fill != NULL) || !may_be_cut(t, kind, &c))
         return NULL;
     Py_INCREF(t);
-    const int dtype = decides(t) ? dtype_of(&c) : -1;
+    int dtype = -1;
+    if (decides(t))
+        dtype = kind == ARANGE ? range_dtype(&c) : dtype_of(&c);
     PyObject *device = dtype < 0 ? NULL : device_of(t, &c);
     const bool is_open = koila__tape_is_open(t);
     Py_DECREF(t);
@@ -490,6 +546,11 @@ static PyObject *empty(PyObject *f, PyObject *const *values, size_t n, PyObject 
     return called(EMPTY, values, n, names);
 }
 
+static PyObject *arange(PyObject *f, PyObject *const *values, size_t n, PyObject *names)
+{
+    return called(ARANGE, values, n, names);
+}
+
 /* ---- start-up, and what Python uses */
 
 static PyObject *py_hold_factories(PyObject *module, PyObject *on)
@@ -545,12 +606,17 @@ static PyObject *path_of(PyObject *from, const char *dotted, bool optional)
     return o;
 }
 
+static const struct {
+    const char *name;
+    vectorcallfunc ours;
+} kinds[KOILA__N_FACTORY_KINDS] = {
+    { "zeros", zeros }, { "ones", ones }, { "full", full }, { "empty", empty }, { "arange", arange }
+};
+
 /* factories_setup(): once, at the first lazy(). A function that is not as expected is left
  * alone. */
 static PyObject *py_factories_setup(PyObject *module, PyObject *unused)
 {
-    static const char *const names[KOILA__N_FACTORY_KINDS] = { "zeros", "ones", "full", "empty" };
-    static const vectorcallfunc functions[KOILA__N_FACTORY_KINDS] = { zeros, ones, full, empty };
     PyObject *torch = PyImport_ImportModule("torch");
     PyObject *koila = torch ? PyImport_ImportModule("koila") : NULL;
     if (!koila || facts.device)
@@ -571,6 +637,7 @@ static PyObject *py_factories_setup(PyObject *module, PyObject *unused)
         { &facts.strided, "strided", false },
         { &facts.full, "ops.aten.full.default", false },
         { &facts.empty_strided, "ops.aten.empty_strided.default", false },
+        { &facts.arange, "ops.aten.arange.start", false },
         { &facts.current_cuda_device, "cuda.current_device", true },
         { &facts.device, "device", false },
     };
@@ -588,13 +655,13 @@ static PyObject *py_factories_setup(PyObject *module, PyObject *unused)
         goto done;
     }
     for (int k = 0; k < KOILA__N_FACTORY_KINDS; k++) {
-        PyObject *f = PyObject_GetAttrString(torch, names[k]);
+        PyObject *f = PyObject_GetAttrString(torch, kinds[k].name);
         if (!f)
             PyErr_Clear();
         else if (PyCFunction_CheckExact(f) &&
                  (PyCFunction_GET_FLAGS(f) & ~METH_STATIC) == (METH_VARARGS | METH_KEYWORDS) &&
                  !((PyCFunctionObject *)f)->vectorcall) {
-            koila__switch_add(k, f, functions[k]);
+            koila__switch_add(k, f, kinds[k].ours);
         }
         Py_XDECREF(f);
     }

@@ -1,7 +1,7 @@
-/* factory_switch.c — decides when koila's entries replace torch.zeros, ones, full and empty: while
- * a step with a batch is open in some context. Whether a call belongs to that step is asked when it
- * comes. This file knows neither tapes nor handles; those who open or close a step tell it. The
- * entries themselves: factories.c. */
+/* factory_switch.c — decides when koila's entries replace torch.zeros, ones, full, empty and
+ * arange: while a step with a batch is open in some context. Whether a call belongs to that step is
+ * asked when it comes. This file knows neither tapes nor handles; those who open or close a step
+ * tell it. The entries themselves: factories.c. */
 #include "capture/capture.h"
 
 /* owned: torch.zeros, ...; NULL: not the kind of function that koila knows, left alone */

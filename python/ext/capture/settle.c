@@ -29,8 +29,10 @@ static PyObject *contents(koila__group *g, bool *fresh)
         }
     }
     if (!t->values[v].real) {
-        const int rc = koila__executor->run(t, &v, 1, false);
-        t->ran = true;
+        const bool is_known = g->no_lazy_data && koila__tape_is_of_one(t);
+        const int rc =
+            is_known ? koila__executor->run_whole(t, &v, 1) : koila__executor->run(t, &v, 1, false);
+        t->ran |= !is_known;
         if (rc < 0)
             return NULL;
     }
@@ -124,9 +126,8 @@ static int settle_shielded(PyObject *o)
     return rc < 0 ? -1 : settle_shielded(o);
 }
 
-/* 1: `o` is a plain tensor now; 0: it cannot become one; -1 with an exception. Some of what it does
- * is Python, where a signal would leave it half done. */
-static int settle(PyObject *o)
+/* Some of what it does is Python, where a signal would leave it half done. */
+int koila__settle(PyObject *o)
 {
     if (koila__shield_enter() < 0)
         return -1;
@@ -135,7 +136,7 @@ static int settle(PyObject *o)
     return rc;
 }
 
-static bool requires_grad(PyObject *tensor)
+bool koila__requires_grad(PyObject *tensor)
 {
     PyObject *r = PyObject_GetAttrString(tensor, "requires_grad");
     const bool yes = r != Py_False;
@@ -196,7 +197,7 @@ static bool reads_known_data(PyObject *o, bool written)
             yes = reads_known_data(PySequence_Fast_GET_ITEM(o, i), written);
         return yes;
     }
-    if (written || !koila__is_tensor(o) || koila__has_slot(o) || requires_grad(o))
+    if (written || !koila__is_tensor(o) || koila__has_slot(o) || koila__requires_grad(o))
         return false;
     koila_meta m;
     if (koila__meta_of(o, &m) < 0) {
@@ -214,6 +215,13 @@ static bool call_reads_known_data(uint64_t written, PyObject *args)
     return yes;
 }
 
+/* May a tensor of that shape be cut, along the batch or along a dimension of its only sample? */
+static bool may_be_cut(const koila__tape *t, const koila_meta_info *m)
+{
+    return koila__tape_has_batch(t, m->size, m->n_dims) ||
+           koila__tape_has_length(t, m->size, m->n_dims);
+}
+
 int koila__factories_meet(uint64_t written, PyObject *written_kw, PyObject *args, PyObject *kwargs)
 {
     met m = { 0 };
@@ -228,14 +236,13 @@ int koila__factories_meet(uint64_t written, PyObject *written_kw, PyObject *args
         }
         koila__hold_ids();
         const koila_meta_info *view = koila_meta_get(koila__table, h->meta);
-        const bool settles = !requires_grad(m.written[i]) &&
-                             (h->group->tape->closed ||
-                              !koila__tape_has_batch(h->group->tape, view->size, view->n_dims) ||
+        const bool settles = !koila__requires_grad(m.written[i]) &&
+                             (h->group->tape->closed || !may_be_cut(h->group->tape, view) ||
                               call_reads_known_data(written, args));
         koila__release_ids();
         if (!settles)
             continue;
-        if (settle(m.written[i]) < 0)
+        if (koila__settle(m.written[i]) < 0)
             return -1;
         m.settled = true;
     }
@@ -264,7 +271,7 @@ void koila__factories_derive(PyObject *args, PyObject *kwargs, PyObject *result)
 
 static PyObject *py_settle(PyObject *module, PyObject *o)
 {
-    const int rc = settle(o);
+    const int rc = koila__settle(o);
     return rc < 0 ? NULL : PyBool_FromLong(rc);
 }
 

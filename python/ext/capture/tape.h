@@ -74,6 +74,8 @@ typedef struct koila__tape {
     uint16_t devices[8];
     uint32_t n_devices;
     pid_t process;
+    int64_t lengths[8]; /* of the long dimensions of its batches: see factories.c */
+    uint32_t n_lengths;
     /* its step has run; the next lazy() opens a new tape, in which values of this one become
      * leaves */
     bool closed;

@@ -3,10 +3,6 @@
 #include "run/run.h"
 #include "ground/random.h"
 
-enum {
-    MOST_TENSORS = 256, /* of one call: inputs, and outputs */
-};
-
 typedef struct whole_run {
     koila__tape *t;
     const koila_graph *g;
@@ -14,6 +10,8 @@ typedef struct whole_run {
     uint32_t *uses; /* [n_values] readers to come; being a target counts as one more */
     PyObject **env; /* [n_values] owned: made by this run */
     bool *needed;   /* [n_nodes] */
+    /* owned: of the call that runs */
+    PyObject **in, **held, **out;
 } whole_run;
 
 static int check_version(koila__tape *t, koila_value v)
@@ -41,6 +39,28 @@ static bool is_wanted(const whole_run *w, koila_value v)
     return w->uses[v] && !w->t->values[v].real;
 }
 
+static PyObject **tensors(uint32_t n) { return PyMem_Calloc((size_t)n + 1, sizeof(PyObject *)); }
+
+/* Room for the tensors of any call. */
+static int make_room(whole_run *w)
+{
+    uint32_t n_in = 0, n_out = 0;
+    for (koila_node n = 0; n < w->n_nodes; n++) {
+        const koila_sig_info *s = koila_sig_get(koila__table, koila_node_get(w->g, n).sig);
+        if (w->needed[n]) {
+            n_in = s->n_inputs > n_in ? s->n_inputs : n_in;
+            n_out = s->n_outputs > n_out ? s->n_outputs : n_out;
+        }
+    }
+    w->in = tensors(n_in);
+    w->held = tensors(n_in);
+    w->out = tensors(n_out);
+    if (w->in && w->held && w->out)
+        return 0;
+    PyErr_NoMemory();
+    return -1;
+}
+
 /* What is needed, from the targets backwards. */
 static int find_needed(whole_run *w, const koila_value *targets, uint32_t n_targets)
 {
@@ -53,18 +73,13 @@ static int find_needed(whole_run *w, const koila_value *targets, uint32_t n_targ
             w->needed[n] |= is_wanted(w, node.first_output + j);
         if (!w->needed[n])
             continue;
-        if (s->n_inputs > MOST_TENSORS || s->n_outputs > MOST_TENSORS) {
-            PyErr_Format(PyExc_RuntimeError, "koila: an operator with more than %d tensors",
-                         MOST_TENSORS);
-            return -1;
-        }
         for (uint32_t i = 0; i < s->n_inputs; i++)
             w->uses[koila_node_inputs(w->g, n)[i]]++;
     }
     for (koila_value v = 0; v < w->n_values; v++)
         if (w->uses[v] && w->t->values[v].real && check_version(w->t, v) < 0)
             return -1;
-    return 0;
+    return make_room(w);
 }
 
 /* A random node draws from the state that was recorded; the user's is put back. */
@@ -92,10 +107,10 @@ static int call_with_state(const tape_random *random, koila_sig sig, PyObject *c
 }
 
 /* The call of node n; a value never changes, so it writes into copies. */
-static int call_node(whole_run *w, koila_node n, const koila_sig_info *s, PyObject **out)
+static int call_node(whole_run *w, koila_node n, const koila_sig_info *s)
 {
     const koila_value *inputs = koila_node_inputs(w->g, n);
-    PyObject *in[MOST_TENSORS], *held[MOST_TENSORS], *copies[KOILA__MAX_WRITES];
+    PyObject **in = w->in, **held = w->held, *copies[KOILA__MAX_WRITES];
     uint32_t n_copies = 0;
     koila_assert(s->n_writes <= KOILA__MAX_WRITES);
     for (uint32_t i = 0; i < s->n_inputs; i++) {
@@ -116,7 +131,8 @@ static int call_node(whole_run *w, koila_node n, const koila_sig_info *s, PyObje
             status = -1;
     }
     if (status == 0)
-        status = call_with_state(koila__tape_random(w->t, n), koila_node_get(w->g, n).sig, in, out);
+        status =
+            call_with_state(koila__tape_random(w->t, n), koila_node_get(w->g, n).sig, in, w->out);
     for (uint32_t i = 0; i < n_copies; i++)
         Py_DECREF(copies[i]);
     for (uint32_t i = 0; i < s->n_inputs; i++)
@@ -154,8 +170,8 @@ static int run_node(whole_run *w, koila_node n)
     const koila_node_info node = koila_node_get(w->g, n);
     const koila_sig_info *s = koila_sig_get(koila__table, node.sig);
     const koila_value *inputs = koila_node_inputs(w->g, n);
-    PyObject *out[MOST_TENSORS];
-    if (call_node(w, n, s, out) < 0)
+    PyObject **out = w->out;
+    if (call_node(w, n, s) < 0)
         return -1;
     const int status = check_results(n, s, out);
     for (uint32_t j = 0; j < s->n_outputs; j++) {
@@ -211,6 +227,9 @@ int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targ
     PyMem_Free(w.uses);
     PyMem_Free(w.env);
     PyMem_Free(w.needed);
+    PyMem_Free(w.in);
+    PyMem_Free(w.held);
+    PyMem_Free(w.out);
     Py_DECREF(t);
     return status;
 }

@@ -1,0 +1,157 @@
+"""torch.arange between lazy() of one sample and backward: a table of tokens by tokens made from it
+is cut along the tokens, and in all else it is the plain tensor that was asked for."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from helpers import plain
+from torch import nn
+from torch.nn import functional as F
+
+import koila
+from koila import _core, lazy
+
+T, C = 128, 4  # tokens of a sample, numbers of a token
+
+
+def column(numbers):
+    return numbers.double()[None, :, None]
+
+
+USES = {
+    "numpy": lambda h, n: float(n.numpy().sum()),
+    "asarray": lambda h, n: float(np.asarray(n).sum()),
+    "tolist": lambda h, n: sum(n.tolist()),
+    "a loop": lambda h, n: sum(int(i) for i in n),
+    "a loop over items": lambda h, n: sum(n[i].item() for i in range(0, T, 7)),
+    "an index": lambda h, n: h[:, n.flip(0)],
+    "a permutation": lambda h, n: h[:, (n * 5) % T],
+    "a mask": lambda h, n: h * (n < 40)[None, :, None],
+    "a selection": lambda h, n: h[:, n < 40].sum(),
+    "in place": lambda h, n: h * column(n.add_(1)),
+    "an item set": lambda h, n: (n.__setitem__(3, 77), h * column(n))[1],
+    "lazy data written": lambda h, n: (lambda f: (f.__setitem__(3, h[0, 3, 0]), h * column(f))[1])(
+        n.double()
+    ),
+    "a table of sines": lambda h, n: h * torch.sin(column(n) / 9).expand(1, T, C),
+    "a causal table": lambda h, n: torch.where(n[:, None] >= n[None], 0.1, 0.0).double() @ h,
+    "a sum along it": lambda h, n: h * column(n.cumsum(0)),
+    "one hot": lambda h, n: F.one_hot(n, T).double() @ h,
+    "an embedding": lambda h, n: (
+        h + F.embedding(n, torch.linspace(0, 1, T * C).double().view(T, C))
+    ),
+    "gather": lambda h, n: h.gather(1, n.flip(0)[None, :, None].expand(1, T, C)),
+    "scatter": lambda h, n: torch.zeros_like(h).scatter(
+        1, n.flip(0)[None, :, None].expand(1, T, C), h
+    ),
+    "an if": lambda h, n: h if n[3] == 3 else -h,
+    "all": lambda h, n: h if (n >= 0).all() else -h,
+    "a copy": lambda h, n: h * column(copy.deepcopy(n)),
+    "pickled": lambda h, n: h * column(pickle.loads(pickle.dumps(n))),
+    "its memory": lambda h, n: float(n.data_ptr() != 0),
+    "a gradient": lambda h, n: h * column(n).requires_grad_(),
+    "split": lambda h, n: torch.cat([h[:, c] for c in n.split(32)], 1),
+    "many pieces": lambda h, n: h * column(torch.cat([n[i : i + 1] for i in range(T)])),
+    "a bound": lambda h, n: torch.cat([h[:, : n[64]], h[:, n[64] :]], 1),
+    "vmap": lambda h, n: h * column(torch.vmap(lambda i: i * 2)(n)),
+}
+
+
+@pytest.mark.parametrize("tokens", [None, 16, 7])
+@pytest.mark.parametrize("use", USES)
+def test_numbers_of_one_sample_s_tokens_are_used_like_plain_ones(use, tokens):
+    x = torch.randn(1, T, C, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+    def run(wrap):
+        torch.manual_seed(1)
+        weight = torch.eye(C, dtype=torch.float64).requires_grad_()
+        h = wrap(x.to(torch.get_default_device())) @ weight
+        out = USES[use](h, torch.arange(T))
+        (h * out).square().mean().backward()
+        return plain(out), weight.grad
+
+    expected, gradient = run(lambda v: v)
+    before = _core.configure(micro_batch=tokens, axes="other" if tokens else "any")
+    try:
+        got, got_gradient = run(lazy)
+    finally:
+        _core.configure(micro_batch=before["micro_batch"], axes=before["axes"])
+    tolerance = 1e-12 if tokens else 0
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(got_gradient, gradient, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("sample", "make"),
+    [
+        ((2, T, C), lambda: torch.arange(T)),  # rows can be cut
+        ((1, T, C), lambda: torch.arange(T - 1)),
+        ((1, T, C), lambda: torch.arange(C)),  # a table of so few is small
+        ((1, T, C), lambda: torch.arange(T, dtype=torch.float32)),
+        ((1, T, C), lambda: torch.arange(0, 2 * T, 2)),
+        ((1, T, C), lambda: torch.arange(T, requires_grad=False, out=None, device="meta")),
+    ],
+)
+def test_other_numbers_are_plain(sample, make):
+    x = lazy(torch.randn(sample))
+    assert not _core.is_lazy(make())
+    del x
+    assert not _core.is_lazy(torch.arange(T))
+
+
+def test_numbers_that_are_kept_for_the_next_step_stay_right():
+    x = torch.randn(1, T, C)
+    model = nn.Linear(C, C)
+    kept = []
+    for _ in range(3):
+        h = lazy(x)
+        assert not kept or not _core.is_lazy(kept[0]) or kept[0].tolist() == list(range(T))
+        kept.append(torch.arange(T))
+        (model(h) * kept[0][None, :, None]).sum().backward()
+    assert all(torch.equal(plain(n), torch.arange(T)) for n in kept)
+
+
+def test_a_step_that_reads_them_is_planned_ahead():
+    model, x = nn.Linear(C, C), torch.randn(1, T, C)
+
+    def step(x):
+        numbers = torch.arange(T)
+        sign = 1 if (numbers[1:] > numbers[:-1]).all() else -1
+        (sign * model(x)).sum().backward()
+
+    assert koila.plan(step, x).n_recorded > 2
+
+
+class Biased(nn.Module):
+    """Attention with a learned number for each distance between tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.distances = nn.Linear(C, 3 * C).double(), nn.Embedding(T, 2).double()
+
+    def forward(self, x):
+        q, k, v = self.inner(x).view(1, T, 3, 2, C // 2).permute(2, 0, 3, 1, 4)
+        numbers = torch.arange(T)
+        bias = self.distances((numbers[:, None] - numbers[None]).abs()).permute(2, 0, 1)[None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+@pytest.mark.about_the_cpu("its peaks are counted to the byte")
+def test_a_learned_table_of_positions_is_never_whole():
+    model, x = Biased(), torch.randn(1, T, C).double()
+    model(x).square().mean().backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    before = _core.configure(micro_batch=8, axes="other")
+    try:
+        model(lazy(x)).square().mean().backward()
+    finally:
+        _core.configure(micro_batch=before["micro_batch"], axes=before["axes"])
+    plan = koila.last_plan()
+    assert plan.axis.size == T
+    assert plan.measured_peak_bytes - plan.base_bytes < T * T * 2 * 8
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[n], rtol=1e-12, atol=1e-12)
