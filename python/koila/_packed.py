@@ -356,12 +356,11 @@ _CUDNN_TAKES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 def _runs_on(data: Tensor, module: Any, keeps: bool) -> bool:
     """Can koila's operator compute the layers there? On a GPU they are cuDNN's, which has a
-    backward only in training, and a dropout that no slice can draw. (Projections are not tried.)"""
+    backward only in training, and a dropout that no slice can draw."""
     return data.device.type == "cpu" or (
         torch.backends.cudnn.enabled
         and torch.version.hip is None
         and data.dtype in _CUDNN_TAKES
-        and not module.proj_size
         and (module.training or not keeps)
         and not (module.training and module.dropout and module.num_layers > 1)
     )

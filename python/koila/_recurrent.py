@@ -479,9 +479,10 @@ class _Cudnn(NamedTuple):
 
     @staticmethod
     def of(a: _Arguments) -> _Cudnn:
-        per_way = 2 + 2 * a.biased
+        per_way = 2 + 2 * a.biased + a.projected
         weights = [DATA.__get__(w) for w in a.weights]  # flattening counts a version
-        numbers = (_CUDNN_MODES[a.mode], weights[1].shape[1], 0, a.layers, False)
+        out, hidden = _sizes(_directions(a))
+        numbers = (_CUDNN_MODES[a.mode], hidden, out if a.projected else 0, a.layers, False)
         both = len(weights) == 2 * a.layers * per_way
         buffer = aten._cudnn_rnn_flatten_weight.default(  # moves these aliases into it
             list(weights), per_way, a.x.shape[2], *numbers, both
@@ -497,17 +498,18 @@ class _Cudnn(NamedTuple):
         return *self.numbers, 0.0, trains, both, sizes, None
 
 
-def _first_states(a: _Arguments, call: _Cudnn, s: Steps) -> tuple[Any, Any]:
+def _first_states(a: _Arguments, s: Steps) -> tuple[Any, Any]:
     """By rank, [layers x directions, B, H]. The second is None but in an LSTM."""
-    of_states = call.weights[1 :: call.per_way]
+    ways = _directions(a)
 
-    def state(given: Any) -> Tensor:
+    def state(given: Any, size: int) -> Tensor:
         if given is not None:
             chosen: Tensor = given.index_select(1, s.order)
             return chosen
-        return a.x.new_zeros(len(of_states), len(s.order), of_states[0].shape[1])
+        return a.x.new_zeros(len(ways), len(s.order), size)
 
-    return state(a.hx), state(a.cx) if a.mode == LSTM else None
+    out, hidden = _sizes(ways)
+    return state(a.hx, out), state(a.cx, hidden) if a.mode == LSTM else None
 
 
 def _rows_of(by_rank: Tensor, s: Steps) -> Tensor:
@@ -520,7 +522,7 @@ def _forward_cudnn(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         s = _steps_on(a.x.device, a.places)
         call = _Cudnn.of(a)
         y, h, c, reserve, _ = aten._cudnn_rnn.default(
-            *(_packed(a.x, s), *call.given(), *_first_states(a, call, s)),
+            *(_packed(a.x, s), *call.given(), *_first_states(a, s)),
             *call.rest(a.keeps, s.sizes),
         )
         c = _rows_of(c, s) if a.mode == LSTM else h[..., :0]
@@ -535,7 +537,7 @@ def _backward_cudnn(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tenso
         is_lstm = a.mode == LSTM
         g_ends = [None if g is None else g.index_select(1, s.order) for g in (a.g_h, a.g_c)]
         gx, gh, gc, of_weights = aten._cudnn_rnn_backward.default(
-            *(_packed(a.x, s), *call.given(), *_first_states(a, call, s), _packed(a.out, s)),
+            *(_packed(a.x, s), *call.given(), *_first_states(a, s), _packed(a.out, s)),
             *(None if a.g_out is None else _packed(a.g_out, s), *g_ends),
             *call.rest(True, s.sizes),
             a.work.clone(),  # cuDNN writes into it, and another backward may come

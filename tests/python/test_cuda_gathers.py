@@ -171,12 +171,11 @@ def test_cudnn_attention_whose_rows_no_offset_reaches_runs_whole(name, monkeypat
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind, layers, batch_first, bidirectional, dropout):
+    def __init__(self, kind, layers, batch_first, bidirectional, dropout, **more):
         super().__init__()
-        self.rnn = kind(
-            5, 7, layers, batch_first=batch_first, bidirectional=bidirectional, dropout=dropout
-        )
-        self.head = nn.Linear(7 * (1 + bidirectional), 4)
+        options = dict(batch_first=batch_first, bidirectional=bidirectional, dropout=dropout)
+        self.rnn = kind(5, 7, layers, **options, **more)
+        self.head = nn.Linear((self.rnn.proj_size or 7) * (1 + bidirectional), 4)
 
     def forward(self, x):
         out, _ = self.rnn(x)
@@ -210,6 +209,18 @@ class Packed(Recurrent):
         y, _ = nn.utils.rnn.pad_packed_sequence(out, True)
         last = last[0] if isinstance(last, tuple) else last
         return self.head(y.mean(1)) + last.square().mean((0, 2)).unsqueeze(1)
+
+
+@pytest.mark.parametrize("net", [Recurrent, Packed])
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_lstms_with_projections_are_sliced(net, layers, bidirectional):
+    plan = sliced(
+        lambda: net(nn.LSTM, layers, True, bidirectional, 0.0, proj_size=3).double(),
+        lambda: sequences(True),
+        ce,
+    )
+    assert not plan.gathers
 
 
 @pytest.mark.parametrize("dtype", [D, torch.float32])

@@ -25,7 +25,6 @@ from helpers import compare, compare_programs, model_state, plain
 from koila import _packed, _recurrent, lazy
 
 B, T, C, H = 12, 8, 5, 6
-PROJECTED = pytest.mark.about_the_cpu("the simulated device lacks cuDNN's layers with projections")
 LENGTHS = [3, 8, 1, 5, 8, 2, 7, 4, 1, 6, 5, 3]
 
 
@@ -91,6 +90,7 @@ OPTIONS = {
     "time first": {"batch_first": False},
     "without biases": {"bias": False},
     "projected": {"proj_size": 4, "num_layers": 2, "bidirectional": True},
+    "projected, without biases": {"proj_size": 4, "bias": False},
     "dropout": {"num_layers": 3, "dropout": 0.4},
     "all dropped": {"num_layers": 2, "dropout": 1.0},
     "sorted": {"lengths": sorted(LENGTHS, reverse=True), "call": {}},
@@ -102,13 +102,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(of, id=name, marks=[PROJECTED] if name == "projected" else [])
-        for name, of in OPTIONS.items()
-    ],
-)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options(options):
     compare_nets(lambda: Net(**options))
 

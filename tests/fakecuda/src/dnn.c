@@ -196,8 +196,8 @@ int cudnnBatchNormalizationForwardTrainingEx(void *h) { return 0; }
 int cudnnBatchNormalizationForwardInference(void *h) { return 0; }
 int cudnnBatchNormalizationBackwardEx(void *h) { return 0; }
 
-/* recurrent layers: the weights of all gates of all layers, then the biases, without gaps; a
- * workspace of the gates, and a reserve of gates and states */
+/* recurrent layers: the weights of all gates of all layers, each layer's projection behind them,
+ * then the biases, without gaps; a workspace of the gates, and a reserve of gates and states */
 struct recurrent {
     void *stream;
     int cell, bias, directions, type, input, hidden, projection, layers;
@@ -212,7 +212,7 @@ int cudnnSetRNNDescriptor_v8(struct recurrent *r, int algorithm, int cell, int b
         NULL,   cell,       bias != 0, direction == 1 ? 2 : 1,         type, input,
         hidden, projection, layers,    dropout ? dropout->drawn : NULL
     };
-    return projection == hidden || projection == 0 ? 0 : 3000;
+    return 0;
 }
 
 static size_t gates(const struct recurrent *r)
@@ -222,9 +222,20 @@ static size_t gates(const struct recurrent *r)
     return r->cell == 3 ? 3 : 1;
 }
 
+/* the size of what a direction gives, which may be projected */
+static size_t given_by(const struct recurrent *r)
+{
+    return (size_t)(r->projection ? r->projection : r->hidden);
+}
+
 static size_t inputs_of(const struct recurrent *r, int layer)
 {
-    return layer == 0 ? (size_t)r->input : (size_t)r->hidden * (size_t)r->directions;
+    return layer == 0 ? (size_t)r->input : given_by(r) * (size_t)r->directions;
+}
+
+static size_t projected(const struct recurrent *r)
+{
+    return given_by(r) == (size_t)r->hidden ? 0 : given_by(r) * (size_t)r->hidden;
 }
 
 /* numbers of weights before a pseudo-layer's, of both kinds of matrices */
@@ -232,7 +243,8 @@ static size_t before(const struct recurrent *r, int pseudo)
 {
     size_t n = 0;
     for (int i = 0; i < pseudo; i++)
-        n += gates(r) * (size_t)r->hidden * (inputs_of(r, i / r->directions) + (size_t)r->hidden);
+        n += gates(r) * (size_t)r->hidden * (inputs_of(r, i / r->directions) + given_by(r)) +
+             projected(r);
     return n;
 }
 
@@ -253,12 +265,16 @@ int cudnnGetRNNWeightParams(void *h, struct recurrent *r, int pseudo, size_t siz
     size_t w = width_of(r->type);
     size_t k = (size_t)gate % g;
     int of_state = (size_t)gate >= g;
-    if ((size_t)gate >= 2 * g)
-        return 3000; /* a projection */
-    size_t columns = of_state ? hidden : in;
+    int is_projection = (size_t)gate == 2 * g;
+    if ((size_t)gate > 2 * g || (is_projection && !projected(r)))
+        return 3000;
+    size_t rows = is_projection ? given_by(r) : hidden;
+    size_t columns = is_projection ? hidden : of_state ? given_by(r) : in;
     size_t at = before(r, pseudo) + (of_state ? g * hidden * in : 0) + k * hidden * columns;
+    if (is_projection)
+        at = before(r, pseudo + 1) - projected(r);
     if (m)
-        *m = (struct thing){ NULL, r->type, 3, { 1, r->hidden, (int)columns }, { 1, 1, 1 }, NULL };
+        *m = (struct thing){ NULL, r->type, 3, { 1, (int)rows, (int)columns }, { 1, 1, 1 }, NULL };
     if (b)
         *b = (struct thing){ NULL, r->type, 3, { 1, r->hidden, 1 }, { 1, 1, 1 }, NULL };
     if (matrix)
@@ -266,7 +282,7 @@ int cudnnGetRNNWeightParams(void *h, struct recurrent *r, int pseudo, size_t siz
     size_t biases = before(r, r->layers * r->directions);
     size_t row = ((size_t)pseudo * 2 + (size_t)of_state) * g * hidden + k * hidden;
     if (bias)
-        *bias = r->bias ? space + (biases + row) * w : NULL;
+        *bias = r->bias && !is_projection ? space + (biases + row) * w : NULL;
     return 0;
 }
 

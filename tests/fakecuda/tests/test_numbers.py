@@ -54,13 +54,13 @@ class Convolutions(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind=nn.LSTM):
+    def __init__(self, kind=nn.LSTM, **more):
         super().__init__()
-        self.embed, self.rnn, self.head = (
+        self.embed, self.rnn = (
             nn.Embedding(40, 12),
-            kind(12, 16, 2, batch_first=True, bidirectional=True),
-            nn.Linear(32, 40),
+            kind(12, 16, 2, batch_first=True, bidirectional=True, **more),
         )
+        self.head = nn.Linear(2 * (self.rnn.proj_size or 16), 40)
 
     def batch(self, dtype):
         x = torch.randint(0, 40, (6, 9))
@@ -169,6 +169,7 @@ MODELS = {
     "mlp": Mlp,
     "convolutions": Convolutions,
     "lstm": Recurrent,
+    "lstm-projected": lambda: Recurrent(proj_size=6),
     "gru": lambda: Recurrent(nn.GRU),
     "rnn": lambda: Recurrent(nn.RNN),
     "attention": Attention,
