@@ -9,6 +9,7 @@ from conftest import DEVICE, LONG
 from helpers import Cut, compare_along_other, random_state, step_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_helpers import installed, koila_step
 from torch import nn
 
 import koila
@@ -273,6 +274,32 @@ def test_random_chains_of_convolutions_are_eager_s(drawn):
     layers, (samples, height), n = drawn
     if runs(layers, height):
         check(lambda: chain(layers), (samples, 2, height, 2), sizes=(n,))
+
+
+FIRST = {
+    "volume": (lambda: nn.Conv3d(3, 8, 3, padding=1), (1, 3, 23, 22, 21)),
+    "image": (lambda: nn.Conv2d(3, 8, 3, padding=1), (1, 3, 95, 92)),
+    "small image": (lambda: nn.Conv2d(3, 8, 5, padding=2), (1, 3, 21, 19)),
+    "signal": (lambda: nn.Conv1d(3, 8, 9, 2, padding=4), (1, 3, 4001)),
+    "strided": (lambda: nn.Conv2d(3, 8, 4, 2, padding=1), (1, 3, 97, 90)),
+    "transposed": (lambda: nn.ConvTranspose2d(3, 8, 4, 2, padding=1), (1, 3, 61, 43)),
+}
+
+
+@pytest.mark.skipif(not installed(), reason="torch's CPU memory cannot be counted here")
+@pytest.mark.about_the_cpu("its peaks are counted to the byte")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", FIRST)
+def test_the_first_step_of_one_sample_is_predicted(name, dtype):
+    """What a convolution unfolds inside is known before it has run. No other test has its sizes."""
+    make, shape = FIRST[name]
+    model = nn.Sequential(make(), nn.Tanh(), nn.Conv2d(8, 4, 1) if len(shape) == 4 else nn.Tanh())
+    koila_step(model.to(dtype), lambda m, x: m(x).square().mean(), (torch.randn(shape).to(dtype),))
+    plan = koila.last_plan()
+    ratio = (plan.predicted_peak_bytes - plan.base_bytes) / (
+        plan.measured_peak_bytes - plan.base_bytes
+    )
+    assert plan.axis is None and 0.98 <= ratio <= 1.02
 
 
 def test_a_planted_fault_in_a_pool_is_caught(monkeypatch):

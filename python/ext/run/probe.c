@@ -8,6 +8,9 @@
  * rows, which give a line, and on the rows of a slice where the plan's slices are that small (one
  * row often takes another kernel). That is a small part of the step's work, once for each shape.
  *
+ * One sample has no fewer rows: a convolution of it is run on two images with fewer lines, and
+ * thought longer.
+ *
  * Attention that is cut along its queries makes parts of its results inside, the more the later the
  * queries: the last slice of the plan is run on zeros. So is a slice between others of all such
  * calls, and of koila's own, of a plan that cuts another axis than the rows of the batch.
@@ -67,6 +70,29 @@ static int batch_dim(const call *c, koila_sig sig, uint32_t i)
     return koila_meta_get(koila__table, s->inputs[i])->n_dims == 3 ? 1 : 0;
 }
 
+/* Does it lie in the memory that can be counted? */
+static bool is_here(const koila_meta_info *m)
+{
+    PyObject *device = koila__device_object(m->device);
+    PyObject *type = device ? PyObject_GetAttrString(device, "type") : NULL;
+    const bool here =
+        type && PyUnicode_Check(type) && PyUnicode_CompareWithASCIIString(type, "cpu") == 0;
+    Py_XDECREF(type);
+    PyErr_Clear();
+    return here;
+}
+
+static bool is_on_cpu(const call *c)
+{
+    const koila_sig_info *s = koila_sig_get(koila__table, c->sig);
+    for (uint32_t i = 0; i < s->n_inputs; i++) {
+        const koila_meta_info *m = koila_meta_get(koila__table, s->inputs[i]);
+        if (!m->n_elements || !is_here(m))
+            return false;
+    }
+    return true;
+}
+
 static bool can_probe(const call *c, int64_t batch)
 {
     const koila_sig_info *s = koila_sig_get(koila__table, c->sig);
@@ -76,13 +102,7 @@ static bool can_probe(const call *c, int64_t batch)
     for (uint32_t i = 0; i < n_inputs; i++) {
         const koila_meta_info *m = koila_meta_get(koila__table, s->inputs[i]);
         const int b = batch_dim(c, c->sig, i);
-        PyObject *device = koila__device_object(m->device);
-        PyObject *type = device ? PyObject_GetAttrString(device, "type") : NULL;
-        const bool here =
-            type && PyUnicode_Check(type) && PyUnicode_CompareWithASCIIString(type, "cpu") == 0;
-        Py_XDECREF(type);
-        PyErr_Clear();
-        if (!here || !m->n_elements || (int)m->n_dims <= b || !m->n_dims)
+        if (!is_here(m) || !m->n_elements || (int)m->n_dims <= b || !m->n_dims)
             return false;
         if (b >= 0 && m->size[b] % batch)
             return false;
@@ -203,6 +223,107 @@ static bool can_measure(void)
     return !koila__is_planning() && koila__torch.ready && koila__cpu_bytes_ok();
 }
 
+/* ---- one sample: fewer lines of its image */
+
+/* The lines are along this dimension. */
+enum { LINES = 2, FEW_LINES = 4 };
+
+/* PyTorch takes another kernel for float32 images of one sample whose first four sizes multiply to
+ * no more (use_mkldnn in its Convolution.cpp): probes stay on the side of the whole image. */
+enum { SMALL_IMAGE = 20480 };
+
+/* A convolution along its lines. The small side has one line for each window: the result, or the
+ * input of one that is transposed. */
+typedef struct lines {
+    bool is_backward, transposed;
+    int64_t small;                  /* of the recorded call */
+    int64_t stride, first, of_line; /* the large side of n lines has first + (n - 1) * stride */
+} lines;
+
+static int64_t large_of(const lines *x, int64_t n) { return x->first + (n - 1) * x->stride; }
+
+static bool int_at(const koila_sig_info *s, uint32_t pos, bool in_list, int64_t *out)
+{
+    if (pos >= s->n_pos)
+        return false;
+    const koila_arg *a = &s->tokens[s->start[pos]];
+    if (in_list && (a->kind != KOILA_ARG_LIST || a->n == 0))
+        return false;
+    a += in_list;
+    *out = a->u.i;
+    return a->kind == KOILA_ARG_INT || a->kind == KOILA_ARG_BOOL;
+}
+
+/* convolution(x, weight, bias?, stride, padding, dilation, transposed, output_padding, groups), or
+ * its backward(grad, x, weight, bias_sizes?, the same) */
+static bool read_lines(const koila_sig_info *s, lines *x)
+{
+    const uint32_t kind = koila_facts_dense(koila_op_facts(koila__table, s->op));
+    int64_t padding, dilation, transposed, more;
+    x->is_backward = kind == KOILA_FACT_DENSE_CONV_BACKWARD;
+    const uint32_t pos = x->is_backward ? 4 : 3;
+    if (s->n_inputs < (x->is_backward ? 3u : 2u) || !int_at(s, pos, true, &x->stride) ||
+        !int_at(s, pos + 1, true, &padding) || !int_at(s, pos + 2, true, &dilation) ||
+        !int_at(s, pos + 3, false, &transposed) || !int_at(s, pos + 4, true, &more))
+        return false;
+    const koila_meta_info *in = koila_meta_get(koila__table, s->inputs[x->is_backward]);
+    const koila_meta_info *weight = koila_meta_get(koila__table, s->inputs[1 + x->is_backward]);
+    if (in->n_dims <= LINES || weight->n_dims != in->n_dims || in->size[0] != 1)
+        return false;
+    x->transposed = transposed != 0;
+    x->first = (weight->size[LINES] - 1) * dilation + 1 - 2 * padding + more;
+    x->of_line = in->size[0] * in->size[1] * (in->n_dims > 3 ? in->size[3] : 1);
+    x->small = in->size[LINES];
+    if (!x->transposed)
+        x->small = (in->size[LINES] - x->first) / x->stride + 1;
+    return x->stride > 0 && x->small > 0 && x->of_line > 0;
+}
+
+/* *inside: what the call uses on an image of which the small side has n lines. */
+static bool try_lines(koila_sig sig, const lines *x, int64_t n, uint64_t *inside)
+{
+    const koila_sig_info *s = koila_sig_get(koila__table, sig);
+    PyObject *inputs[MAX_INPUTS] = { 0 }, *outputs[MAX_OUTPUTS] = { 0 };
+    bool ok = large_of(x, n) > 0;
+    for (uint32_t i = 0; i < s->n_inputs && ok; i++) {
+        const koila_meta_info *m = koila_meta_get(koila__table, s->inputs[i]);
+        const bool is_image = i <= (uint32_t)x->is_backward;
+        const bool is_result = x->is_backward && i == 0;
+        const int64_t rows = is_result != x->transposed ? n : large_of(x, n);
+        inputs[i] = is_image ? zeros(s->inputs[i], LINES, rows, m->size[LINES])
+                             : zeros(s->inputs[i], -1, 0, 0);
+        ok = inputs[i] != NULL;
+    }
+    ok = ok && measure(sig, inputs, NULL, outputs, inside);
+    PyErr_Clear();
+    for (uint32_t i = 0; i < MAX_INPUTS; i++)
+        Py_XDECREF(inputs[i]);
+    for (uint32_t i = 0; i < MAX_OUTPUTS; i++)
+        Py_XDECREF(outputs[i]);
+    return ok;
+}
+
+/* Learns the workspace of the whole call from two shorter images. The call itself will say more
+ * exactly. */
+static void probe_lines(koila_sig sig, const lines *x)
+{
+    const int64_t large = x->transposed ? x->small : large_of(x, x->small);
+    const bool is_small = large * x->of_line <= SMALL_IMAGE;
+    int64_t few = is_small ? 1 : SMALL_IMAGE / x->of_line / x->stride + 1;
+    uint64_t a, b;
+    few = few < FEW_LINES ? FEW_LINES : few;
+    if (2 * few > x->small) {
+        if (try_lines(sig, x, x->small, &b))
+            koila__learn(sig, 1, 1, b, KOILA__MEASURED_BOUND);
+        return;
+    }
+    if (!try_lines(sig, x, few, &a) || !try_lines(sig, x, 2 * few, &b))
+        return;
+    const double a_line = b > a ? (double)(b - a) / (double)few : 0;
+    koila__learn(sig, 1, 1, b + (uint64_t)(a_line * (double)(x->small - 2 * few)),
+                 KOILA__MEASURED_BOUND);
+}
+
 /* The size of the batch axis that the call's rows come from, or 0. */
 static int64_t batch_of(const koila_graph *g, const call *c)
 {
@@ -230,6 +351,13 @@ void koila__probe_graph(const koila_graph *g, int64_t rows)
             continue;
         const int64_t batch = batch_of(g, &c);
         const int64_t most = rows > 0 && rows < batch ? rows : batch;
+        lines one_sample;
+        if (!c.is_rnn && batch == 1 && !koila__learned(c.sig, 1, 1) && is_on_cpu(&c) &&
+            read_lines(koila_sig_get(koila__table, c.sig), &one_sample)) {
+            if (!guard && !(guard = PyObject_CallNoArgs(koila__torch.guards)))
+                break;
+            probe_lines(c.sig, &one_sample);
+        }
         if (!can_probe(&c, batch))
             continue;
         if (!few)
