@@ -13,6 +13,7 @@
  *   KEEP v    kept v [this slice] := local v                  for a later loop
  *   FETCH v   local v := kept v [this slice]                  `last`: the kept piece is released
  *   FREE v    local v (loop) or whole v (whole stage) is dead
+ *   INNER     the calls of the slice run as a step of its own, cut along another axis (koila_inner)
  *
  * Invariants: every RUN finds its inputs made; each local value is freed exactly once per slice;
  * whole values of targets are never freed.
@@ -36,7 +37,8 @@ typedef enum koila_instr_kind {
     KOILA_DO_PUT,
     KOILA_DO_KEEP,
     KOILA_DO_FETCH,
-    KOILA_DO_FREE
+    KOILA_DO_FREE,
+    KOILA_DO_INNER
 } koila_instr_kind;
 
 enum { /* koila_instr.flags */
@@ -44,7 +46,8 @@ enum { /* koila_instr.flags */
         * else uses it); PUT: the same when the slice is all rows. Without this flag a copy must be
         * made: others may write to the storage */
        KOILA_INSTR_OWNED = 1,
-       KOILA_INSTR_LAST = 2, /**< FETCH: the last use of the kept piece */
+       KOILA_INSTR_LAST = 2,  /**< FETCH: the last use of the kept piece */
+       KOILA_INSTR_ADDED = 4, /**< ADD: the inner step has added to the accumulator already */
 };
 
 typedef struct koila_instr {
@@ -58,12 +61,33 @@ typedef struct koila_instr {
     koila_node user;
 } koila_instr;
 
+/** The slices of a loop, one row each, as steps of their own (KOILA_DO_INNER). All arrays belong to
+ * the plan. */
+typedef struct koila_inner {
+    const koila_plan *plan;
+    uint32_t n_leaves, n_results, n_nodes;
+    /** leaf `inner` of the inner plan's graph is local `outer` of the loop, or whole `outer` */
+    const struct koila_inner_leaf {
+        koila_value outer, inner;
+        bool is_local;
+    } *leaves;
+    /** whole `inner` of the inner plan becomes local `outer`; adds_on: the inner step adds to the
+     * loop's accumulator of `outer` instead */
+    const struct koila_inner_result {
+        koila_value outer, inner;
+        bool adds_on;
+    } *results;
+    /** [n_nodes] the loop's node that each node of the inner step's recorded graph is */
+    const koila_node *nodes;
+} koila_inner;
+
 typedef struct koila_stage {
     bool is_loop;
     uint16_t axis; /**< loop: which */
     uint32_t n_instrs;
     const koila_instr *instrs;
-    uint64_t peak_bytes; /**< predicted, beyond what was live before the step */
+    uint64_t peak_bytes;      /**< predicted, beyond what was live before the step */
+    const koila_inner *inner; /**< what KOILA_DO_INNER runs; NULL: there is none */
 } koila_stage;
 
 typedef enum koila_share_kind {
@@ -119,9 +143,11 @@ typedef enum koila_keep_policy {
 /** Which dimensions of the batch may be cut. */
 typedef enum koila_axes {
     KOILA_AXES_ROWS, /**< those that the leaves name */
-    /** where no number of rows fits: another one that batched leaves have. `rows` > 0: as ROWS */
+    /** where no number of rows fits: another one that batched leaves have; with `recomputes` also
+     * both, row by row. `rows` > 0: as ROWS */
     KOILA_AXES_ANY,
     KOILA_AXES_OTHER, /**< another one in any case; `rows` counts its entries */
+    KOILA_AXES_BOTH,  /**< row by row, and in each row another one; `rows` counts its entries */
 } koila_axes;
 
 typedef struct koila_plan_options {
@@ -174,6 +200,12 @@ typedef struct koila_plan_info {
     uint32_t n_again;         /**< nodes of the forward pass that run again: options.recomputes */
     uint32_t n_offloaded;     /**< values that wait in host memory, in each slice */
     uint64_t offloaded_bytes; /**< theirs, in a slice */
+    uint32_t n_inner;         /**< loops whose rows are steps of their own: koila_inner */
+    /** how the largest of these is cut: as `dim`, `batch`, `rows`, `n_slices`. inner_dim
+     * KOILA_NONE: results are dropped and computed again instead */
+    uint32_t inner_dim;
+    int64_t inner_size, inner_rows;
+    uint32_t inner_slices;
 } koila_plan_info;
 
 /** Plan how to make `targets` (recorded values). Of `graph` only the table is kept.
@@ -218,6 +250,9 @@ typedef enum koila_absence {
 KOILA_API koila_absence koila_plan_absence(const koila_plan *p, koila_node n);
 /** May the value be absent in some slices? */
 KOILA_API bool koila_plan_may_be_absent(const koila_plan *p, koila_value v);
+/** Of an inner step: is v added to the accumulator that the outer loop brings along? Then it is no
+ * result, and stays in its accumulator's dtype. */
+KOILA_API bool koila_plan_adds_on(const koila_plan *p, koila_value v);
 /** The end of the slice that begins at row `begin` and shall have `rows` rows. Slices are as long
  * as that, but shorter at the end of the batch and where a piece would be cut, and longer where a
  * piece is. */

@@ -71,8 +71,8 @@ class Large(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """A dimension that was cut in place of the rows: `n_slices` slices of `slice_size` of its
-    `size` entries. `dim`: of the first value of the batch that has it."""
+    """A dimension that was cut in place of the rows, or within each row: `n_slices` slices of
+    `slice_size` of its `size` entries. `dim`: of the first value of the batch that has it."""
 
     dim: int
     size: int
@@ -99,8 +99,8 @@ class Plan:
 
     Attributes:
         batch, micro_batch, n_micro_batches: rows in all, rows of a slice, slices.
-        axis: the `Axis` that was cut where no number of rows fitted: each slice has all rows then.
-            `None`: rows were cut, or nothing.
+        axis: the `Axis` that was cut where no number of rows fitted: each slice has all rows then,
+            or one row if `n_micro_batches` is not 1. `None`: rows were cut, or nothing.
         predicted_peak_bytes, measured_peak_bytes: all bytes that torch holds at the peak; measured
             is `None` where they were not counted; on a GPU, where an earlier peak was higher.
         base_bytes: bytes held before the step (model, data, optimizer); of `koila.plan()`: bytes
@@ -171,7 +171,8 @@ class Plan:
         if self.axis is not None:
             a = self.axis
             each = f"{a.slice_size} of {a.size:,} along dim {a.dim}"
-            cut = _cut(a.n_slices, each, a.slice_size, a.size)
+            along = _cut(a.n_slices, each, a.slice_size, a.size)
+            cut = along if self.n_micro_batches == 1 else f"{cut}, each {along}"
         table = [
             ("batch", cut),
             ("predicted peak", size(self.predicted_peak_bytes, "unknown")),

@@ -106,9 +106,10 @@ static uint64_t workspace_of(const walk *w, koila_node n, int64_t rows, int64_t 
  *
  * Returns the bytes that event e adds (modulo 2^64), in the first slice or in another one. *inside:
  * bytes held beyond that during the event. */
-static inline __attribute__((always_inline)) uint64_t change(const walk *w, const koila__event *e,
-                                                             int64_t rows, int64_t batch,
-                                                             bool first, uint64_t *inside)
+static inline __attribute__((always_inline)) uint64_t change(const walk *w, const koila__stage *st,
+                                                             const koila__event *e, int64_t rows,
+                                                             int64_t batch, bool first,
+                                                             uint64_t *inside)
 {
     const uint32_t v = e->value;
     const bool cut = rows != batch;
@@ -140,7 +141,7 @@ static inline __attribute__((always_inline)) uint64_t change(const walk *w, cons
     case KOILA__ADD_OWNED_WIDE:
         return first && cut ? accumulator_bytes(w->p, v, true) : 0;
     case KOILA__ADD_CLONE:
-        if (first)
+        if (first && !koila__adds_on(w->p, v))
             return accumulator_bytes(w->p, v, cut);
         *inside = combine_bytes(w->p, v);
         return 0;
@@ -155,6 +156,9 @@ static inline __attribute__((always_inline)) uint64_t change(const walk *w, cons
     case KOILA__RUN:
         if (w->o->workspace)
             *inside = workspace_of(w, v, rows, batch);
+        return 0;
+    case KOILA__INNER:
+        *inside = st->inner_peak;
         return 0;
     case KOILA__KEPT:
     case KOILA__KEPT_FROM:
@@ -195,6 +199,16 @@ static inline bool is_first(const walk *w, const koila__event *e, bool first)
     return first || (w->end && e->kind != KOILA__RUN && koila__is_piece(w->p->value[e->value]));
 }
 
+/* Tells the curve that an operator, or a row's step, runs at so many bytes. */
+static inline void tell(walk *w, uint32_t stage, const koila__event *e, uint64_t bytes)
+{
+    const koila_node running = e->kind == KOILA__RUN ? e->value : KOILA_NONE;
+    if (e->kind != KOILA__RUN && e->kind != KOILA__INNER)
+        return;
+    if (w->curve && !w->curve(w->curve_user, stage, running, bytes))
+        w->curve = NULL;
+}
+
 static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, bool first)
 {
     const koila__stage *st = &w->s->stages[stage];
@@ -208,7 +222,7 @@ static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
         uint64_t inside = 0;
         if (w->end && is_elsewhere(w, e))
             continue;
-        const uint64_t changed = change(w, e, rows, batch, is_first(w, e, first), &inside);
+        const uint64_t changed = change(w, st, e, rows, batch, is_first(w, e, first), &inside);
         if (!runs)
             put(w, v, changed);
         any_given_up |= e->kind == KOILA__KEPT_FREE;
@@ -223,8 +237,7 @@ static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
             continue;
         const uint64_t now = capped_sum(w->live, inside);
         see(w, stage, runs ? v : KOILA_NONE, now);
-        if (runs && w->curve && !w->curve(w->curve_user, stage, v, now))
-            w->curve = NULL;
+        tell(w, stage, e, now);
     }
     for (const koila__event *e = st->events; e < end && any_given_up && !w->stopped; e++)
         if (e->kind == KOILA__KEPT_FREE)
@@ -255,7 +268,7 @@ static void walk_bytes(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
             else if (e->kind == KOILA__LOCAL_FREE)
                 changed = 0 - LOCAL;
             else
-                changed = change(w, e, rows, batch, false, &inside);
+                changed = change(w, st, e, rows, batch, false, &inside);
             live += changed;
             later += changed;
             top = larger(live, top);
@@ -266,12 +279,12 @@ static void walk_bytes(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
             continue;
         if (e->kind == KOILA__KEPT_FREE)
             given_up += LOCAL;
-        changed = change(w, e, rows, batch, false, &inside);
+        changed = change(w, st, e, rows, batch, false, &inside);
         later += changed;
         later_top = larger(capped_sum(later, inside), later_top);
         if (e->kind != KOILA__RUN) {
             inside = 0;
-            changed = change(w, e, rows, batch, true, &inside);
+            changed = change(w, st, e, rows, batch, true, &inside);
         }
         live += changed;
         top = larger(capped_sum(live, inside), top);
@@ -323,9 +336,9 @@ static void cast_back(walk *w, uint32_t stage, bool cut)
 {
     const koila_stage *st = &w->s->stages[stage].stage;
     for (uint32_t i = 0; i < st->n_instrs && !w->stopped; i++) {
-        if (st->instrs[i].kind != KOILA_DO_ADD)
-            continue;
         const koila_value v = st->instrs[i].id;
+        if (st->instrs[i].kind != KOILA_DO_ADD || koila__adds_on(w->p, v))
+            continue;
         const uint64_t wide = accumulator_bytes(w->p, v, cut);
         const uint64_t narrow = accumulator_bytes(w->p, v, false);
         if (wide == narrow)

@@ -20,7 +20,9 @@
  *
  * If no number of rows fits, other axes of the batch are tried, where the caller allows it: the
  * likeliest first, each placed once, with gathered values sliced again. The first that fits at
- * moderate work is taken, else the least work of those that fit. src/engine/axes.c finds them.
+ * moderate work is taken, else the least work of those that fit. src/engine/axes.c finds them. If
+ * none fits with all rows in a slice, the rows run one by one, each cut along another axis:
+ * src/engine/both.c.
  *
  * A step that cannot be scheduled in slices (thousands of barriers) runs whole, which is always
  * right. With a caching allocator the sum of live bytes does not decide alone: options.accepts is
@@ -28,6 +30,7 @@
 #include "engine/plan_inside.h"
 
 #include "engine/axes.h"
+#include "engine/both.h"
 #include "engine/live.h"
 #include "engine/plan_costs.h"
 #include "engine/recompute.h"
@@ -164,13 +167,14 @@ typedef struct planning {
     koila_error *err;
     koila_plan *plan;
     int64_t largest_axis;
-    bool is_empty;        /* an axis has no rows: nothing to slice */
-    bool whole_fits;      /* one slice fits by its sum of live bytes */
-    bool accepted;        /* the caller takes the plan */
-    uint32_t dim;         /* as koila_plan_info.dim */
-    int64_t unit;         /* as koila_plan_info.unit */
-    const uint8_t *seeds; /* of another axis: koila__along.seeds */
-    koila__least other;
+    bool is_empty;          /* an axis has no rows: nothing to slice */
+    bool whole_fits;        /* one slice fits by its sum of live bytes */
+    bool accepted;          /* the caller takes the plan */
+    uint32_t dim;           /* as koila_plan_info.dim */
+    int64_t unit;           /* as koila_plan_info.unit */
+    const uint8_t *seeds;   /* of another axis: koila__along.seeds */
+    const uint8_t *adds_on; /* [targets] koila__plan_row(); NULL: none is */
+    koila__least other, both;
 } planning;
 
 typedef koila_status (*place_fn)(const koila_graph *, const koila_value *, uint32_t,
@@ -190,6 +194,8 @@ static koila_status place(const planning *q, place_fn how, koila_value *targets,
     if (status == KOILA_OK && !bytes_add_up(placed->graph))
         status = koila__fail(q->err, KOILA_UNSUPPORTED, 0,
                              "plan: the sizes of all values add up to more than 64 bits");
+    if (status == KOILA_OK && q->adds_on)
+        status = koila__both_mark(placed, q->adds_on, targets, q->n_targets);
     if (status == KOILA_OK)
         *out = placed;
     else
@@ -769,6 +775,7 @@ static void adopt(planning *q, const sliced *way)
 {
     koila_plan *p = q->plan;
     koila__placed_free(p->placed);
+    koila__both_free(&p->schedule);
     koila__schedule_deinit(&p->schedule);
     p->placed = way->placed;
     p->schedule = way->schedule;
@@ -961,6 +968,51 @@ static bool rows_do_not_fit(const planning *q)
     return q->plan->info.peak_bytes > o->budget_bytes || (o->accepts && !q->accepted);
 }
 
+/* ---- rows and another axis */
+
+/* Is the plan one of slices of one row? */
+static bool is_row_by_row(const planning *q)
+{
+    const koila_plan_info *info = &q->plan->info;
+    return q->largest_axis > 1 && !q->is_empty && info->dim == KOILA_NONE && info->rows == 1 &&
+           info->n_slices > 1 && info->n_loops > 0;
+}
+
+/* The rows one by one, each a step of its own: the plan changes if each of them fits. */
+static koila_status plan_both(planning *q)
+{
+    koila_plan *p = q->plan;
+    const koila_plan_options *o = q->options;
+    if (!is_row_by_row(q))
+        return KOILA_UNSUPPORTED;
+    KOILA_TRY(koila__both_cut(p, o, &q->both));
+    p->n_curve = p->info.n_gathers = 0;
+    KOILA_TRY(koila__plan_describe(p, o));
+    q->accepted =
+        p->info.peak_bytes <= o->budget_bytes && (!o->accepts || o->accepts(o->accepts_user, p));
+    return KOILA_OK;
+}
+
+/* The same, in any case. */
+static koila_status plan_both_as_forced(planning *q)
+{
+    const koila_plan_options *o = q->options;
+    koila_plan_options by_rows = *o;
+    by_rows.axes = KOILA_AXES_ROWS;
+    by_rows.rows = 1;
+    q->options = &by_rows;
+    find_largest_axis(q);
+    koila_status status = choose_way(q);
+    if (status == KOILA_OK)
+        status = koila__plan_describe(q->plan, &by_rows);
+    q->options = o;
+    if (status == KOILA_OK)
+        status = plan_both(q);
+    if (status == KOILA_UNSUPPORTED)
+        koila__fail(q->err, status, 0, "plan: rows and another axis cannot be cut together");
+    return status;
+}
+
 /* ---- dropped and computed again */
 
 /* Of the step that is recomputed: with more, what each loop keeps for the next decides the peak. */
@@ -1146,7 +1198,8 @@ static bool is_better_recomputed(const planning *q, const sliced *way)
 /* Is another axis cut at more work than computing the forward pass again takes? */
 static bool is_costly_axis(const planning *q)
 {
-    return q->dim != KOILA_NONE && q->plan->info.replay_ratio > KOILA_COST_FORWARD_AGAIN;
+    const koila_plan_info *info = &q->plan->info;
+    return (q->dim != KOILA_NONE || info->n_inner) && info->replay_ratio > KOILA_COST_FORWARD_AGAIN;
 }
 
 /* Nothing fits as recorded: results of the forward pass are dropped and computed again, in the most
@@ -1179,6 +1232,24 @@ static koila_status plan_rows(planning *q)
     return koila__plan_describe(q->plan, q->options);
 }
 
+/* Rows; where these do not fit, another axis; then both. */
+static koila_status plan_axes(planning *q)
+{
+    const koila_plan_options *o = q->options;
+    if (o->axes == KOILA_AXES_BOTH)
+        return plan_both_as_forced(q);
+    if (o->axes == KOILA_AXES_OTHER)
+        return plan_other_axis(q);
+    KOILA_TRY(plan_rows(q));
+    if (o->axes == KOILA_AXES_ROWS || o->rows > 0 || !rows_do_not_fit(q))
+        return KOILA_OK;
+    KOILA_TRY(plan_other_axis(q));
+    if (!o->recomputes || !rows_do_not_fit(q))
+        return KOILA_OK;
+    const koila_status status = plan_both(q);
+    return status == KOILA_OOM || status == KOILA_UNSUPPORTED ? KOILA_OK : status;
+}
+
 static koila_status make_plan(planning *q)
 {
     koila_plan *p = q->plan;
@@ -1190,23 +1261,30 @@ static koila_status make_plan(planning *q)
         return KOILA_NO_MEMORY;
     p->n_targets = q->n_targets;
     KOILA_TRY(check_targets(q));
-    if (o->axes != KOILA_AXES_OTHER)
-        KOILA_TRY(plan_rows(q));
-    if (o->axes == KOILA_AXES_OTHER ||
-        (o->axes == KOILA_AXES_ANY && o->rows <= 0 && rows_do_not_fit(q)))
-        KOILA_TRY(plan_other_axis(q));
+    KOILA_TRY(plan_axes(q));
     if (o->recomputes && (rows_do_not_fit(q) || is_costly_axis(q)))
         KOILA_TRY(plan_recomputed(q));
     p->info.has_other_axes = koila__axes_any(q->graph);
     koila_check(koila_plan_check(p, NULL));
     if (p->info.peak_bytes <= o->budget_bytes)
         return KOILA_OK;
-    return koila__plan_no_fit(p, q->graph, &q->other, q->err);
+    return koila__plan_no_fit(p, q->graph, &q->other, &q->both, q->err);
 }
 
-koila_status koila_plan_new(const koila_graph *graph, const koila_value *targets,
-                            uint32_t n_targets, const koila_plan_options *options,
-                            const koila_allocator *mem, koila_plan **out, koila_error *err)
+/* The least that any way that was tried needs. */
+static koila__least least_of(const planning *q)
+{
+    const koila_plan_info *info = &q->plan->info;
+    if (q->other.peak_bytes < info->peak_bytes)
+        return q->other;
+    return (koila__least){ info->peak_bytes, info->dim, info->rows * info->unit,
+                           info->batch * info->unit };
+}
+
+koila_status koila__plan_row(const koila_graph *graph, const koila_value *targets,
+                             uint32_t n_targets, const uint8_t *adds_on,
+                             const koila_plan_options *options, const koila_allocator *mem,
+                             koila_plan **out, koila__least *least, koila_error *err)
 {
     const koila_allocator a = koila__allocator(mem);
     koila_plan *p = koila__realloc(&a, NULL, 0, sizeof *p);
@@ -1223,8 +1301,12 @@ koila_status koila_plan_new(const koila_graph *graph, const koila_value *targets
                        .plan = p,
                        .dim = KOILA_NONE,
                        .unit = 1,
-                       .other = { .peak_bytes = UINT64_MAX } };
+                       .adds_on = adds_on,
+                       .other = { .peak_bytes = UINT64_MAX },
+                       .both = { .peak_bytes = UINT64_MAX } };
         status = make_plan(&q);
+        if (least)
+            *least = least_of(&q);
     }
     if (status == KOILA_NO_MEMORY)
         koila__fail(err, status, 0, "plan: %s", koila_status_text(status));
@@ -1236,11 +1318,19 @@ koila_status koila_plan_new(const koila_graph *graph, const koila_value *targets
     return KOILA_OK;
 }
 
+koila_status koila_plan_new(const koila_graph *graph, const koila_value *targets,
+                            uint32_t n_targets, const koila_plan_options *options,
+                            const koila_allocator *mem, koila_plan **out, koila_error *err)
+{
+    return koila__plan_row(graph, targets, n_targets, NULL, options, mem, out, NULL, err);
+}
+
 void koila_plan_free(koila_plan *p)
 {
     if (!p)
         return;
     const koila_allocator mem = p->mem;
+    koila__both_free(&p->schedule);
     koila__schedule_deinit(&p->schedule);
     koila__placed_free(p->placed);
     koila__arena_deinit(&p->arena);

@@ -17,6 +17,7 @@ typedef struct checker {
     bool is_loop;    /* it is */
     uint32_t n_live; /* values made and not freed in it */
     uint32_t n_kept; /* pieces */
+    bool has_inner;  /* its inner step has run */
 } checker;
 
 #define HOLDS(c, e, ...)                                                                           \
@@ -63,9 +64,29 @@ static bool check_free(checker *c, koila_value v)
     return true;
 }
 
+/* The slice as a step of its own: it has its leaves, and leaves its results as local values. */
+static bool check_inner(checker *c)
+{
+    const koila_inner *inner = c->p->schedule.stages[c->stage].stage.inner;
+    HOLDS(c, inner && !c->has_inner, "no inner step, or a second one");
+    c->has_inner = true;
+    for (uint32_t i = 0; i < inner->n_leaves; i++)
+        HOLDS(c, c->flags[inner->leaves[i].outer] & (inner->leaves[i].is_local ? LOCAL : WHOLE),
+              "leaf %u of the inner step is not there", i);
+    for (uint32_t i = 0; i < inner->n_results; i++) {
+        const koila_value v = inner->results[i].outer;
+        if (inner->results[i].adds_on)
+            continue;
+        HOLDS(c, !(c->flags[v] & LOCAL), "value %u is there before the inner step", v);
+        c->flags[v] |= LOCAL;
+        c->n_live++;
+    }
+    return true;
+}
+
 static bool check_instr(checker *c, koila_instr in)
 {
-    uint8_t *flags = &c->flags[in.id]; /* of the value, unless a node runs */
+    uint8_t *flags = &c->flags[in.id]; /* of the value, unless nodes run */
     switch ((koila_instr_kind)in.kind) {
     case KOILA_DO_RUN:
         return check_run(c, in.id);
@@ -89,12 +110,19 @@ static bool check_instr(checker *c, koila_instr in)
         return true;
     case KOILA_DO_ADD:
     case KOILA_DO_PUT:
+        if (in.flags & KOILA_INSTR_ADDED) {
+            HOLDS(c, c->has_inner && !(*flags & (WHOLE | MADE)), "value %u is added twice", in.id);
+            *flags |= MADE;
+            return true;
+        }
         HOLDS(c, c->is_loop && *flags & LOCAL && !(*flags & (WHOLE | MADE)),
               "value %u is collected before it is made, or twice", in.id);
         *flags |= MADE;
         return true;
     case KOILA_DO_FREE:
         return check_free(c, in.id);
+    case KOILA_DO_INNER:
+        return check_inner(c);
     }
     return true;
 }
@@ -126,6 +154,7 @@ static bool check_stages(checker *c)
         const koila_stage *st = &c->p->schedule.stages[c->stage].stage;
         c->is_loop = st->is_loop;
         c->n_live = 0;
+        c->has_inner = false;
         for (uint32_t i = 0; i < st->n_instrs; i++)
             if (!check_instr(c, st->instrs[i]))
                 return false;

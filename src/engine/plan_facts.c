@@ -2,6 +2,7 @@
  * and why a plan does not fit. */
 #include "engine/plan_inside.h"
 
+#include "engine/both.h"
 #include "engine/live.h"
 #include "engine/share.h"
 #include "graph/table.h"
@@ -32,6 +33,7 @@ static koila_status find_gathers(koila_plan *p)
     for (koila_node n = 0; n < g->nodes.n; n++)
         if (p->placed->node[n].gathered)
             most += koila__node_sig(g, n)->n_inputs;
+    most += koila__both_gathers(p, NULL, 0);
     bool *seen = koila__arena_array(&p->arena, g->values.n, sizeof *seen);
     p->gathers = koila__arena_array(&p->arena, most, sizeof *p->gathers);
     if (!seen || !p->gathers)
@@ -49,6 +51,8 @@ static koila_status find_gathers(koila_plan *p)
                 (koila_gather){ n, v, koila__value_meta(g, v)->n_bytes };
         }
     }
+    p->info.n_gathers +=
+        koila__both_gathers(p, p->gathers + p->info.n_gathers, most - p->info.n_gathers);
     return KOILA_OK;
 }
 
@@ -65,6 +69,7 @@ static koila_status make_curve(koila_plan *p)
             n_slices = koila__count_slices(p->placed, st->axis, p->rows[st->axis], NULL);
         if (n_slices > KOILA__LIVE_MAX_WALKED && !(p->placed->cut && p->placed->cut[st->axis]))
             n_slices = KOILA__LIVE_MAX_WALKED;
+        n_runs += st->inner != NULL;
         for (uint32_t i = 0; i < st->n_instrs; i++)
             if (st->instrs[i].kind == KOILA_DO_RUN) {
                 const bool is_piece = p->placed->node[st->instrs[i].id].end > 0;
@@ -174,14 +179,19 @@ static size_t name_value(char *out, size_t room, const koila_plan *p, const koil
     return n;
 }
 
-/* "; along dim 1 of the batch 1 of 1024 need 234.6 KiB", or nothing. */
-static void name_other(char *out, size_t room, const koila__least *other)
+/* "; along dim 1 of the batch 1 of 1024 need 234.6 KiB, of one row 117.3 KiB", or nothing. */
+static void name_other(char *out, size_t room, const koila__least *other, const koila__least *both)
 {
     char needs[32];
+    size_t at = 0;
+    out[0] = 0;
     if (other->peak_bytes != UINT64_MAX)
-        snprintf(out, room, "; along dim %u of the batch %lld of %lld need %s", other->dim,
-                 (long long)other->rows, (long long)other->size,
-                 size_text(needs, other->peak_bytes));
+        at = (size_t)snprintf(out, room, "; along dim %u of the batch %lld of %lld need %s",
+                              other->dim, (long long)other->rows, (long long)other->size,
+                              size_text(needs, other->peak_bytes));
+    if (both->peak_bytes != UINT64_MAX && at < room)
+        snprintf(out + at, room - at, "%s of one row %s", at ? "," : "; parts",
+                 size_text(needs, both->peak_bytes));
 }
 
 /* The first names of the largest values for which there is room. */
@@ -202,22 +212,25 @@ static void name_largest(char *out, size_t room, const koila_plan *p, const koil
 }
 
 koila_status koila__plan_no_fit(const koila_plan *p, const koila_graph *recorded,
-                                const koila__least *other, koila_error *err)
+                                const koila__least *other, const koila__least *both,
+                                koila_error *err)
 {
     char needs[32];
     char there[32];
     char unit[40] = "row(s)";
-    char otherwise[90] = "";
+    char otherwise[120] = "";
     char largest[150];
     koila_assert(p->info.peak_bytes > p->info.budget_bytes);
     const bool other_is_less = other->peak_bytes > p->info.budget_bytes && /* not refused */
                                other->peak_bytes < p->info.peak_bytes;
-    const uint64_t least = other_is_less ? other->peak_bytes : p->info.peak_bytes;
+    uint64_t least = other_is_less ? other->peak_bytes : p->info.peak_bytes;
+    if (both->peak_bytes > p->info.budget_bytes && both->peak_bytes < least)
+        least = both->peak_bytes;
     const uint64_t missing = least - p->info.budget_bytes;
     if (p->info.dim != KOILA_NONE)
         snprintf(unit, sizeof unit, "along dim %u of the batch", p->info.dim);
     else
-        name_other(otherwise, sizeof otherwise, other);
+        name_other(otherwise, sizeof otherwise, other, both);
     name_largest(largest, sizeof largest - strlen(otherwise), p, recorded);
     return koila__fail_short(
         err, missing, "a slice of %lld %s needs %s, %s are free, %llu bytes short%s; largest: %s",
@@ -272,6 +285,7 @@ bool koila_plan_may_be_absent(const koila_plan *p, koila_value v)
 {
     return p->placed->absent && p->placed->absent[v];
 }
+bool koila_plan_adds_on(const koila_plan *p, koila_value v) { return koila__adds_on(p->placed, v); }
 koila_gather koila_plan_gather(const koila_plan *p, uint32_t i) { return p->gathers[i]; }
 uint64_t koila_plan_value_bytes(const koila_plan *p, koila_value v, int64_t rows)
 {

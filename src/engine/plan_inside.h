@@ -36,8 +36,16 @@ typedef struct koila__least {
     uint32_t dim;
     int64_t rows, size; /* entries of a slice, and of all */
 } koila__least;
-/* Writes the OOM message of a plan above its budget. */
+/* Writes the OOM message of a plan above its budget. both: the least that both need together. */
 koila_status koila__plan_no_fit(const koila_plan *p, const koila_graph *recorded,
-                                const koila__least *other, koila_error *err);
+                                const koila__least *other, const koila__least *both,
+                                koila_error *err);
+/* koila_plan_new() of a step within a row: adds_on[n_targets], or NULL: sums that are added to what
+ * earlier rows left, where that is possible. *least, or NULL: the least that was found where
+ * nothing fits. */
+koila_status koila__plan_row(const koila_graph *graph, const koila_value *targets,
+                             uint32_t n_targets, const uint8_t *adds_on,
+                             const koila_plan_options *options, const koila_allocator *mem,
+                             koila_plan **out, koila__least *least, koila_error *err);
 
 #endif

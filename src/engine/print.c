@@ -142,6 +142,19 @@ static void out_stage_head(koila__out *o, const koila_plan *p, uint32_t k)
     out_bytes(o, st->peak_bytes);
 }
 
+/* How the step of one row is cut; its own instructions are left out. */
+static void out_inner(koila__out *o, const koila_inner *inner)
+{
+    const koila_plan_info info = koila_plan_get(inner->plan);
+    koila__out_fmt(o, "\n  inner  %u nodes", inner->n_nodes);
+    if (info.dim != KOILA_NONE)
+        koila__out_fmt(o, ", %u slices of %lld of %lld along dim %u", info.n_slices,
+                       (long long)(info.rows * info.unit), (long long)(info.batch * info.unit),
+                       info.dim);
+    koila__out_str(o, ", peak ");
+    out_bytes(o, info.peak_bytes);
+}
+
 koila_status koila_plan_print(const koila_plan *p, koila_write_fn write, void *user)
 {
     koila__out o;
@@ -188,6 +201,9 @@ koila_status koila_plan_print(const koila_plan *p, koila_write_fn write, void *u
                                in->flags & KOILA_INSTR_LAST ? "\n  fetch  %%%u, for the last time"
                                                             : "\n  fetch  %%%u",
                                in->id);
+                break;
+            case KOILA_DO_INNER:
+                out_inner(&o, st->inner);
                 break;
             case KOILA_DO_FREE:
                 break;

@@ -915,7 +915,8 @@ static koila__event_kind emit_collect(work_state *w, koila_value v, uint32_t num
     const koila_meta_info *m = koila__value_meta(w->g, v);
     const koila_value made = w->s[r].made;
     const koila_meta_info *storage = koila__value_meta(w->g, made);
-    const bool own = owns_storage(w, v, number);
+    /* what is added to earlier rows' sum must not become the accumulator */
+    const bool own = owns_storage(w, v, number) && !koila__adds_on(w->p, v);
     if (w->made_whole[v] == j) {
         const koila_placement x = w->p->value[v];
         const bool wide = koila_accumulator_dtype(m->dtype, koila__share_of(x), false) != m->dtype;
@@ -1565,7 +1566,7 @@ uint64_t koila__scheduler_results_bytes(koila__scheduler *w)
     uint64_t sum = 0;
     w->epoch++;
     for (koila_value v = 0; v < w->n_values; v++) {
-        if (!w->is_result[v] || !exists(w, v))
+        if (!w->is_result[v] || !exists(w, v) || koila__adds_on(w->p, v))
             continue;
         koila_value x = v;
         koila_node n = producer(w, x);
@@ -1630,7 +1631,7 @@ static void work_of_loop(koila__scheduler *w, uint32_t j, double *work, uint64_t
     }
     for (koila_value v = w->target_first[j]; v != KOILA_NONE; v = w->target_next[v])
         /* a piece's storage may become the whole value */
-        if (w->is_result[v] && w->use[v] == KOILA_NONE)
+        if (w->is_result[v] && w->use[v] == KOILA_NONE && !koila__adds_on(w->p, v))
             *n_held += koila__value_meta(w->g, v)->n_bytes;
     if (*n_held > w->work_kept.n_bytes)
         w->work_kept.n_bytes = *n_held;

@@ -49,6 +49,7 @@ typedef enum koila__event_kind {
     KOILA__KEPT_FREE,
     /* node `value` runs now: outputs exist, inputs not yet freed; workspace counts */
     KOILA__RUN,
+    KOILA__INNER, /* KOILA_DO_INNER: its peak counts; `value` is unused */
 } koila__event_kind;
 
 typedef struct koila__event {
@@ -60,7 +61,8 @@ typedef struct koila__stage {
     koila_stage stage; /* as seen outside */
     koila__event *events;
     uint32_t n_events;
-    bool any_wide; /* a sum of half precision is accumulated wider */
+    bool any_wide;       /* a sum of half precision is accumulated wider */
+    uint64_t inner_peak; /* of stage.inner */
 } koila__stage;
 
 typedef struct koila__schedule {

@@ -165,6 +165,9 @@ typedef struct koila__placed {
     /* [axes] NULL: slices may be cut anywhere; else [rows + 1]: the last row at or before each
      * where no piece is cut */
     int64_t **cut;
+    /* [n_values of graph] of a step within a row (engine/both.c): a sum that is added to what
+     * earlier rows left; NULL: none is */
+    uint8_t *adds_on;
     uint32_t n_recorded_values;
     /* allocated elements of `value`, `need`, `node` */
     size_t cap_values, cap_needs, cap_nodes;
@@ -219,6 +222,11 @@ static inline bool koila__placement_equal(koila_placement a, koila_placement b)
 static inline bool koila__is_piece(koila_placement p)
 {
     return p.kind == KOILA_P && p.combine == KOILA_PIECE;
+}
+/** Is the value added to a sum that was there before the step? */
+static inline bool koila__adds_on(const koila__placed *p, koila_value v)
+{
+    return p->adds_on && p->adds_on[v];
 }
 /** Made of rows of the batch: to need it whole is a gather. */
 static inline bool koila__is_of_rows(koila_placement p)

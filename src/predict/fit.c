@@ -21,8 +21,9 @@ bool koila__fit_accepts(void *user, const koila_plan *p)
     const bool is_one_row = info.rows <= 1;
     const uint32_t most = KOILA_MAX_SIMULATIONS - (is_one_row ? 0 : 1);
     bool yes = false;
-    if (x->along != info.dim + 1) { /* another axis: counted anew */
-        x->along = info.dim + 1;
+    const uint32_t along = info.n_inner ? KOILA_NONE : info.dim + 1;
+    if (x->along != along) { /* another axis, or both: counted anew */
+        x->along = along;
         x->n_simulations = 0;
         x->refused_slices = 0;
     }

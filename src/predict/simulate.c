@@ -336,6 +336,18 @@ static void fetch(koila__sim *s, const koila_instr *in, uint32_t slice)
         s->drop[s->n_drop++] = in->id;
 }
 
+/* The step of a row holds its peak as one block; then its results are there. */
+static void run_inner(koila__sim *s, const koila_inner *inner)
+{
+    koila__storage_id all = koila__storage_new(s, koila_plan_get(inner->plan).peak_bytes, 0);
+    koila__storage_drop(s, &all);
+    for (uint32_t i = 0; i < inner->n_results && !s->status; i++) {
+        const koila_value v = inner->results[i].outer;
+        if (!inner->results[i].adds_on)
+            s->local[v] = koila__storage_new(s, koila_plan_value_bytes(s->plan, v, s->rows), v);
+    }
+}
+
 static void run_instr(koila__sim *s, const koila_instr *in, uint32_t slice)
 {
     switch ((koila_instr_kind)in->kind) {
@@ -361,6 +373,9 @@ static void run_instr(koila__sim *s, const koila_instr *in, uint32_t slice)
     case KOILA_DO_FREE:
         koila__storage_drop(s, &homes(s)[in->id]);
         return;
+    case KOILA_DO_INNER:
+        run_inner(s, s->inner);
+        return;
     }
 }
 
@@ -385,6 +400,7 @@ static void run_slice(koila__sim *s, const koila_stage *st, uint32_t slice, int6
     s->rows = rows;
     s->batch = batch;
     s->n_drop = 0;
+    s->inner = st->inner;
     for (uint32_t i = 0; i < st->n_instrs && !s->status; i++)
         if (is_here(s, &st->instrs[i], begin))
             run_instr(s, &st->instrs[i], slice);

@@ -94,9 +94,10 @@ typedef struct koila__sim {
     uint32_t drop_cap; /* FETCH instructions of the plan */
 
     /* ---- the slice that runs */
-    bool in_loop;  /* else a whole stage */
-    int64_t rows;  /* of the slice; 0 in a whole stage */
-    int64_t batch; /* rows of the loop's axis; 0 in a whole stage */
+    bool in_loop;             /* else a whole stage */
+    const koila_inner *inner; /* of the stage */
+    int64_t rows;             /* of the slice; 0 in a whole stage */
+    int64_t batch;            /* rows of the loop's axis; 0 in a whole stage */
 
     /* ---- what outlives a step */
     VEC(uint64_t) state;             /* addresses: optimizer, buckets, parameters behind casts */

@@ -161,30 +161,35 @@ def compare_programs(
     return expected
 
 
-def compare_along_other(program, expected, state, tol, batch=0, sizes=(1, 2, 5), tamper=None):
+def compare_along_other(
+    program, expected, state, tol, batch=0, sizes=(1, 2, 5), tamper=None, axes="other"
+):
     """The same along another dimension of the batch, in slices of so many of its entries; the rows
-    where it has none. How many of the steps were cut along another one."""
+    where it has none. "both": row by row, and along another dimension in each row. How many of the
+    steps were cut along another one."""
     n_along = 0
     for n in sizes:
         torch.manual_seed(1234)
-        with Cut(n):
+        with Cut(n, axes):
             got = program(lambda *v: lazy(*v, batch=batch))
-        what = f"slices of {n} along another axis"
+        what = f"slices of {n} along another axis, {axes}"
         assert_same(expected, tamper(got) if tamper else got, tol, what)
         assert state is None or torch.equal(state, random_state()), f"{what}: random state"
         plan = koila.last_plan()
-        n_along += plan is not None and plan.axis is not None
+        cut = plan is not None and plan.axis is not None
+        n_along += cut and (axes == "other" or plan.n_micro_batches > 1)
     return n_along
 
 
 class Cut:
-    """Another dimension is cut, in slices of `n` entries, whatever fits."""
+    """Another dimension is cut, in slices of `n` entries, whatever fits: of all rows, or of one row
+    at a time (`axes` "both")."""
 
-    def __init__(self, n):
-        self.n = n
+    def __init__(self, n, axes="other"):
+        self.n, self.axes = n, axes
 
     def __enter__(self):
-        self.before = _core.configure(micro_batch=self.n, axes="other")
+        self.before = _core.configure(micro_batch=self.n, axes=self.axes)
 
     def __exit__(self, *exc):
         _core.configure(micro_batch=self.before["micro_batch"], axes=self.before["axes"])

@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 from conftest import DEVICE
-from helpers import model_state
+from helpers import Cut, model_state
 from torch import nn
 
 import koila
@@ -145,6 +145,67 @@ def test_an_interrupt_at_any_bytecode():
             net(), torch.randn(12, 6, dtype=D), 1 if os.environ.get("KOILA_LONG") else 9
         )
     assert 10 < n_undone < n_opcodes / 9 or os.environ.get("KOILA_LONG")
+
+
+def tokens_net():
+    """Of samples with 7 tokens: batch norm needs all of them, dropout draws for each."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(6, 8), Tokens(8), nn.Tanh(), nn.Dropout(0.25), nn.Linear(8, 1)
+    ).double()
+
+
+class Tokens(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("axes", ["other", "both"])
+def test_an_interrupt_at_any_bytecode_of_a_step_cut_along_another_dimension(axes):
+    data = torch.randn(3, 7, 6, dtype=D)
+    with Cut(3, axes):
+        n_undone, n_opcodes = sweep(tokens_net(), data, 1 if os.environ.get("KOILA_LONG") else 9)
+        plan = koila.last_plan()
+    assert plan.axis[:2] == (1, 7) and plan.n_micro_batches == (3 if axes == "both" else 1)
+    assert 10 < n_undone < n_opcodes / 9 or os.environ.get("KOILA_LONG")
+
+
+@pytest.mark.parametrize("axes", ["other", "both"])
+def test_an_interrupt_at_any_operator_of_a_step_cut_along_another_dimension(axes):
+    """Nothing has changed, and the same step done again is eager's."""
+    koila.register_rule("koila_interrupts::mark", "S0->S0; S1->S1")
+    model, data = tokens_net(), torch.randn(3, 7, 6, dtype=D)
+    start = {k: v.clone() for k, v in model.state_dict().items()}
+
+    def prepared(wrap):
+        model.load_state_dict(start)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        torch.manual_seed(11)
+        return mark(model(mark(wrap(data)))).square().mean()
+
+    prepared(lambda x: x).backward()
+    expected = model_state(model)
+    n_interrupted = 0
+    with Cut(3, axes):
+        prepared(lazy).backward()
+        loss = prepared(lazy)
+        with InterruptedOperator(-1) as count:
+            loss.backward()
+        assert count.seen > 6  # in each slice
+        for at in range(1, count.seen + 1):
+            loss = prepared(lazy)
+            before, modes_before = model_state(model), modes()
+            with pytest.raises(KeyboardInterrupt), InterruptedOperator(at):
+                loss.backward()
+            n_interrupted += 1
+            assert modes() == modes_before, at
+            for name, value in before.items():
+                assert torch.equal(model_state(model)[name], value), f"{name}, {at}"
+            prepared(lazy).backward()
+            for name, value in expected.items():
+                torch.testing.assert_close(model_state(model)[name], value, rtol=1e-11, atol=1e-13)
+    assert n_interrupted == count.seen
 
 
 @pytest.mark.filterwarnings("ignore:koila. a training-mode forward pass was left")

@@ -665,6 +665,9 @@ static bool do_instrs(interpreter *x, const koila_stage *st)
             if (!do_add(x, in))
                 return false;
             break;
+        case KOILA_DO_INNER:
+            WRONG(x, "a step within a row is not run here (stage %u)", v);
+            break;
         case KOILA_DO_FREE: {
             tensor **slot = st->is_loop ? &x->local[v] : &x->whole[v];
             if (!*slot)

@@ -82,7 +82,7 @@ static PyObject *number_or_none(bool is_number, uint64_t n)
     return is_number ? PyLong_FromUnsignedLongLong(n) : Py_NewRef(Py_None);
 }
 
-static const char *const axes_names[] = { "any", "batch", "other" };
+static const char *const axes_names[] = { "any", "batch", "other", "both" };
 
 static PyObject *truth(bool on) { return Py_NewRef(on ? Py_True : Py_False); }
 
@@ -114,12 +114,12 @@ static void set_switch(bool *out, PyObject *o)
 
 static void set_axes(koila__settings *s, PyObject *axes)
 {
-    for (int i = KOILA__CUT_ANY; i <= KOILA__CUT_OTHER; i++)
+    for (int i = KOILA__CUT_ANY; i <= KOILA__CUT_BOTH; i++)
         if (PyUnicode_Check(axes) && PyUnicode_CompareWithASCIIString(axes, axes_names[i]) == 0) {
             s->axes = i;
             return;
         }
-    PyErr_SetString(PyExc_ValueError, "axes must be \"any\", \"batch\" or \"other\"");
+    PyErr_SetString(PyExc_ValueError, "axes must be \"any\", \"batch\", \"other\" or \"both\"");
 }
 
 static void set_budget(koila__settings *s, PyObject *budget, PyObject *cpu_budget,

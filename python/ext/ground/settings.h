@@ -24,9 +24,9 @@ typedef struct koila__settings {
     bool has_budget;
     bool resident; /* cpu_budget limits the resident memory of the process, not torch's bytes */
     bool strict;   /* refuse plans that gather */
-    /* which dimensions of the batch may be cut. OTHER is for tests: another one than the rows, and
-     * `rows` counts its entries */
-    enum { KOILA__CUT_ANY, KOILA__CUT_BATCH, KOILA__CUT_OTHER } axes;
+    /* which dimensions of the batch may be cut. For tests: OTHER, another one than the rows, and
+     * BOTH, another one within each row; `rows` counts its entries */
+    enum { KOILA__CUT_ANY, KOILA__CUT_BATCH, KOILA__CUT_OTHER, KOILA__CUT_BOTH } axes;
     bool no_host;    /* values of a GPU may not wait in host memory */
     bool fastest;    /* time a few slice sizes and keep the fastest */
     bool dry;        /* koila.plan(): steps are planned, and nothing runs */

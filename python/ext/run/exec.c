@@ -32,6 +32,9 @@ enum {
 };
 
 typedef struct exec {
+    /* of a step within a row: the run of the rows, and the step; else NULL */
+    const struct exec *outer;
+    const koila_inner *inner;
     koila__tape *tape;
     const cached *c;
     const koila_plan *plan;
@@ -251,7 +254,7 @@ static int put_value(exec *x, koila_value v, bool owned)
 static PyObject *first_addend(const exec *x, koila_value v, koila_share s, bool owned)
 {
     const koila_dtype dtype = meta_of(x, v)->dtype;
-    const koila_dtype wide = koila_accumulator_dtype(dtype, s, is_all_rows(x));
+    const koila_dtype wide = koila_accumulator_dtype(dtype, s, is_all_rows(x) && !x->inner);
     if (wide != dtype)
         return cast_to(x->local[v], wide);
     return owned ? Py_NewRef(x->local[v])
@@ -510,12 +513,21 @@ done:
     return status;
 }
 
+/* The recorded node that node n of the plan stands for. */
+static koila_node recorded_of(const exec *x, koila_node n)
+{
+    const koila_node recorded = koila_plan_recorded(x->plan, n);
+    if (!x->inner || recorded == KOILA_NONE)
+        return recorded;
+    return koila_plan_recorded(x->outer->plan, x->inner->nodes[recorded]);
+}
+
 /* From now on koila.memlab's line profiler credits memory to the line on which node n was
  * captured. */
 static void work_for_line(const exec *x, koila_node n)
 {
     const koila_graph *g = x->tape->graph;
-    const koila_node recorded = koila_plan_recorded(x->plan, n);
+    const koila_node recorded = recorded_of(x, n);
     const uint32_t line =
         recorded == KOILA_NONE ? KOILA_NONE : koila_node_get(g, x->node_from[recorded]).line;
     koila__lines_work_for(line == KOILA_NONE ? NULL : koila_graph_line_file(g, line),
@@ -528,16 +540,19 @@ static void work_for_line(const exec *x, koila_node n)
  * from it: batch norm's backward on the CPU mistakes a gradient f64[1, 3, 6, 6]{3, 1, 18, 3} for
  * one in x's order, and is silently wrong. `view` makes such strides in a slice of one row. This
  * restores the row dimension as the outermost. */
-static int one_row_outermost(const koila_table *table, const koila_sig_info *s, PyObject **view)
+static int one_row_outermost(const koila_table *table, const koila_sig_info *s, koila_meta whole,
+                             PyObject **view)
 {
     const uint32_t is_view = KOILA_FACT_RESHAPES | KOILA_FACT_JOINS;
     if ((koila_op_facts(table, s->op) & is_view) != is_view)
         return 0;
-    const koila_meta_info *recorded = koila_meta_get(table, s->outputs[0]), *now;
+    const koila_meta_info *recorded = koila_meta_get(table, whole), *now;
     koila_meta meta;
     if (koila__meta_of(*view, &meta) < 0)
         return -1;
     now = koila_meta_get(table, meta);
+    if (now->n_dims != recorded->n_dims)
+        return 0;
     int64_t stride[KOILA_MAX_DIMS], end = 1;
     bool moved = false;
     for (uint32_t d = 0; d < now->n_dims; d++)
@@ -782,6 +797,21 @@ static PyObject *instead_of_call(const node_call *call)
     return NULL;
 }
 
+/* What the first result is in all rows, where the call runs on one; else KOILA_NONE. */
+static koila_meta meta_of_all_rows(const exec *x, const node_call *call)
+{
+    const koila_node recorded = x->inner ? koila_plan_recorded(x->plan, call->n) : KOILA_NONE;
+    if (!call->s->n_outputs)
+        return KOILA_NONE;
+    if (recorded != KOILA_NONE) {
+        const koila_node_info info = koila_node_get(x->outer->g, x->inner->nodes[recorded]);
+        const koila_sig_info *s = koila_sig_get(x->table, info.sig);
+        return s->n_outputs ? s->outputs[0] : KOILA_NONE;
+    }
+    const bool is_one_row = call->in_loop && n_rows(x) == 1 && x->batch > 1;
+    return is_one_row ? call->s->outputs[0] : KOILA_NONE;
+}
+
 static int make_outputs(const exec *x, node_call *call)
 {
     PyObject *instead = instead_of_call(call);
@@ -798,8 +828,8 @@ static int make_outputs(const exec *x, node_call *call)
     if (koila__call(call->info.sig, call->inputs, &call->own_fix, call->link_fix, call->outputs) <
         0)
         return -1;
-    const bool is_one_row = call->in_loop && n_rows(x) == 1 && x->batch > 1;
-    if (is_one_row && one_row_outermost(x->table, call->s, call->outputs) < 0) {
+    const koila_meta whole = meta_of_all_rows(x, call);
+    if (whole != KOILA_NONE && one_row_outermost(x->table, call->s, whole, call->outputs) < 0) {
         Py_DECREF(call->outputs[0]);
         return -1;
     }
@@ -852,8 +882,7 @@ static int prepare_random(exec *x, const node_call *call)
     x->draws_from = NULL;
     if (!(koila_op_flags(x->table, call->s->op) & KOILA_OP_RANDOM))
         return 0;
-    const tape_random *found =
-        koila__tape_random(x->tape, x->node_from[koila_plan_recorded(x->plan, call->n)]);
+    const tape_random *found = koila__tape_random(x->tape, x->node_from[recorded_of(x, call->n)]);
     if (!found)
         return 0;
     tape_random random = *found; /* the tape's list moves when more is recorded */
@@ -922,7 +951,7 @@ static void add_note(const exec *x, koila_node n, bool in_loop)
         return;
     PyErr_Fetch(&type, &value, &trace);
     PyErr_NormalizeException(&type, &value, &trace);
-    const uint32_t line = koila_node_get(x->c->part, koila_plan_recorded(x->plan, n)).line;
+    const uint32_t line = koila_node_get(x->c->part, recorded_of(x, n)).line;
     const char *file = line == KOILA_NONE ? NULL : koila_graph_line_file(x->c->part, line);
     char rows[96] = "";
     if (in_loop)
@@ -1061,6 +1090,8 @@ static int run_one(exec *x, const koila_instr *in, bool in_loop)
     return koila__check_signals();
 }
 
+static int run_inner(exec *x, const koila_inner *inner);
+
 static int run_instr(exec *x, const koila_stage *st, uint32_t i)
 {
     const koila_instr *in = &st->instrs[i];
@@ -1081,8 +1112,10 @@ static int run_instr(exec *x, const koila_stage *st, uint32_t i)
         return keep_value(x, v);
     case KOILA_DO_PUT:
         return put_value(x, v, is_owned);
+    case KOILA_DO_INNER:
+        return run_inner(x, st->inner);
     case KOILA_DO_ADD:
-        if (x->done[i])
+        if (x->done[i] || in->flags & KOILA_INSTR_ADDED)
             return 0;
         if (add_value(x, v, is_owned) < 0)
             return -1;
@@ -1199,6 +1232,8 @@ static int end_loop(exec *x, const koila_stage *st)
         const bool is_sum = st->instrs[i].kind == KOILA_DO_ADD;
         if ((!is_sum && st->instrs[i].kind != KOILA_DO_PUT) || !x->acc[v])
             continue;
+        if (koila_plan_adds_on(x->plan, v)) /* the rows' */
+            continue;
         const koila_dtype dtype = meta_of(x, v)->dtype;
         PyObject *is = is_sum ? PyObject_GetAttrString(x->acc[v], "dtype") : NULL;
         if (is && is != koila__dtype_object(dtype)) {
@@ -1285,7 +1320,7 @@ static int give_generators_back(exec *x)
     return status;
 }
 
-static int exec_init(exec *x, const koila__part *p)
+static int exec_init(exec *x)
 {
     x->n_values = koila_graph_n_values(x->g);
     x->whole = PyMem_Calloc(x->n_values + 1, sizeof *x->whole);
@@ -1296,12 +1331,81 @@ static int exec_init(exec *x, const koila__part *p)
         PyErr_NoMemory();
         return -1;
     }
-    for (uint32_t i = 0; i < p->n_leaves; i++) {
-        const koila_value leaf = koila_plan_leaf(x->plan, i);
-        if (leaf != KOILA_NONE && koila_value_get(x->g, leaf).node == KOILA_NONE)
-            Py_XSETREF(x->whole[leaf], Py_XNewRef(koila__part_leaf(x->tape, p, i)));
-    }
     return 0;
+}
+
+static void set_leaf(exec *x, koila_value leaf, PyObject *tensor)
+{
+    if (leaf != KOILA_NONE && koila_value_get(x->g, leaf).node == KOILA_NONE)
+        Py_XSETREF(x->whole[leaf], Py_XNewRef(tensor));
+}
+
+static int run_all_stages(exec *x)
+{
+    const uint32_t n_stages = koila_plan_get(x->plan).n_stages;
+    int status = 0;
+    for (uint32_t k = 0; k < n_stages && status == 0; k++)
+        status = run_stage(x, k);
+    return status;
+}
+
+/* Sums that the step of a row adds to: they are its accumulators while it runs. */
+static void lend_sums(exec *x, exec *inner, bool there)
+{
+    const koila_inner *step = inner->inner;
+    for (uint32_t i = 0; i < step->n_results; i++) {
+        const koila_value to = step->results[i].inner;
+        const koila_value from = step->results[i].outer;
+        if (!step->results[i].adds_on)
+            continue;
+        koila_assert(there ? !inner->acc[to] : !x->acc[from]);
+        if (there) {
+            inner->acc[to] = x->acc[from];
+            x->acc[from] = NULL;
+        } else {
+            x->acc[from] = inner->acc[to];
+            inner->acc[to] = NULL;
+        }
+    }
+}
+
+/* The calls of a row as a step of their own. Where it fails, the sums of the rows are worthless,
+ * and so is the run. */
+static int run_inner(exec *x, const koila_inner *step)
+{
+    exec y = { .outer = x,
+               .inner = step,
+               .tape = x->tape,
+               .c = x->c,
+               .plan = step->plan,
+               .g = koila_plan_graph(step->plan),
+               .table = x->table,
+               .node_from = x->node_from,
+               .measure = x->measure };
+    koila_assert(!x->ranks && !x->outer && n_rows(x) == 1);
+    int status = exec_init(&y);
+    for (uint32_t i = 0; i < step->n_leaves && status == 0; i++)
+        set_leaf(&y, step->leaves[i].inner,
+                 (step->leaves[i].is_local ? x->local : x->whole)[step->leaves[i].outer]);
+    if (status == 0) {
+        lend_sums(x, &y, true);
+        status = run_all_stages(&y);
+        lend_sums(x, &y, false);
+    }
+    for (uint32_t i = 0; i < step->n_results && status == 0; i++) {
+        const koila_value v = step->results[i].outer;
+        if (step->results[i].adds_on)
+            continue;
+        x->local[v] = Py_XNewRef(y.whole[step->results[i].inner]);
+        if (!x->local[v]) {
+            PyErr_SetString(PyExc_SystemError, "koila: a result of a row was not made");
+            status = -1;
+        }
+    }
+    x->n_run += y.n_run;
+    x->retries += y.retries;
+    exec_free(&y);
+    return status;
 }
 
 static int take_results(const exec *x, uint32_t n, PyObject **results)
@@ -1320,8 +1424,7 @@ static int run_stages(exec *x, uint32_t n, PyObject **results)
 {
     PyObject *guard = PyObject_CallNoArgs(koila__torch.guards);
     int status = guard ? 0 : -1;
-    for (uint32_t k = 0; k < x->c->info.n_stages && status == 0; k++)
-        status = run_stage(x, k);
+    status = status == 0 ? run_all_stages(x) : -1;
     if (status == 0)
         status = take_results(x, n, results);
     if (koila__lines_enabled)
@@ -1361,7 +1464,9 @@ int koila__exec_plan(koila__tape *t, const koila__part *p, const cached *c, PyOb
                .ranks = ranks };
     const bool works = koila__work_begin();
     koila__learned_run();
-    int status = exec_init(&x, p);
+    int status = exec_init(&x);
+    for (uint32_t i = 0; i < p->n_leaves && status == 0; i++)
+        set_leaf(&x, koila_plan_leaf(c->plan, i), koila__part_leaf(t, p, i));
     if (status == 0)
         status = run_stages(&x, n, results);
     if (works)

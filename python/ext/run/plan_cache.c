@@ -173,6 +173,14 @@ static koila_status make_plan(const koila_graph *part, const koila_value *target
     return koila_plan_new(part, targets, n_targets, &o, NULL, out, err);
 }
 
+/* The rows that are forced, if any. */
+static int64_t rows_of(koila__cutting how)
+{
+    if (how.axes == KOILA_AXES_OTHER)
+        return 0;
+    return how.axes == KOILA_AXES_BOTH ? 1 : how.rows;
+}
+
 /* Probes new calls before planning, and again at the planned rows. Their workspaces may change the
  * plan. */
 static koila_status plan_and_probe(const koila_graph *part, const koila_value *targets,
@@ -181,7 +189,7 @@ static koila_status plan_and_probe(const koila_graph *part, const koila_value *t
 {
     *out = NULL;
     if (room->gpu < 0)
-        koila__probe_graph(part, how.axes == KOILA_AXES_OTHER ? 0 : how.rows);
+        koila__probe_graph(part, rows_of(how));
     for (int again = 0;; again++) {
         const uint64_t counted_with = koila__learned_generation();
         const koila_status status = make_plan(part, targets, n_targets, room, how, out, fit, err);
@@ -200,7 +208,8 @@ koila__cutting koila__cutting_now(const koila__room *room)
 {
     static const uint32_t axes[] = { [KOILA__CUT_ANY] = KOILA_AXES_ANY,
                                      [KOILA__CUT_BATCH] = KOILA_AXES_ROWS,
-                                     [KOILA__CUT_OTHER] = KOILA_AXES_OTHER };
+                                     [KOILA__CUT_OTHER] = KOILA_AXES_OTHER,
+                                     [KOILA__CUT_BOTH] = KOILA_AXES_BOTH };
     const koila__settings set = koila__settings_now();
     return (koila__cutting){ .rows = set.rows,
                              .axes = axes[set.axes],

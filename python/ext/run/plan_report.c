@@ -205,6 +205,8 @@ static PyObject *loops_list(const koila_plan *plan, const koila_plan_info *info,
         uint32_t n_nodes = 0, n_targets = 0;
         for (uint32_t i = 0; i < st->n_instrs; i++) {
             n_nodes += st->instrs[i].kind == KOILA_DO_RUN;
+            if (st->instrs[i].kind == KOILA_DO_INNER)
+                n_nodes += st->inner->n_nodes;
             n_targets += st->instrs[i].kind == KOILA_DO_ADD || st->instrs[i].kind == KOILA_DO_PUT;
         }
         if (!st->is_loop || !n_nodes)
@@ -239,9 +241,13 @@ static double replay_ratio_of(const koila__step *step, const koila_plan_info *in
     return step->work_recorded > 0 ? step->work / step->work_recorded : info->replay_ratio;
 }
 
-/* The axis that is cut in place of the rows: (dimension, size, of a slice, slices), or None. */
+/* The axis that is cut in place of the rows, or within each: (dimension, size, of a slice, slices);
+ * or None. */
 static PyObject *axis_tuple(const koila_plan_info *info)
 {
+    if (info->n_inner && info->inner_dim != KOILA_NONE)
+        return Py_BuildValue("(ILLI)", info->inner_dim, (long long)info->inner_size,
+                             (long long)info->inner_rows, info->inner_slices);
     if (info->dim == KOILA_NONE)
         Py_RETURN_NONE;
     return Py_BuildValue("(ILLI)", info->dim, (long long)(info->batch * info->unit),

@@ -512,4 +512,7 @@ void koila__probe_plan(const koila_plan *plan)
     }
     PyErr_Clear();
     Py_XDECREF(guard);
+    for (uint32_t k = 0; k < koila_plan_get(plan).n_stages; k++)
+        if (koila_plan_stage(plan, k)->inner)
+            koila__probe_plan(koila_plan_stage(plan, k)->inner->plan);
 }

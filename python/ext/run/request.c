@@ -41,7 +41,7 @@ typedef struct request {
     uint32_t axes;   /* koila_axes: of those rows */
     bool recomputes; /* results may be dropped and computed again */
     bool offloads;   /* or wait in host memory */
-    /* bytes left out of the room, since a plan that drops results ran out of memory */
+    /* bytes left out of the room, since a plan that drops results or cuts rows ran out of memory */
     uint64_t less;
     PyObject *ranks;  /* that make the same calls; None: nothing is sharded; NULL: not asked yet */
     bool rows_agreed; /* all ranks plan with these rows */
@@ -218,7 +218,8 @@ static next retry_at_last(request *q)
  * matters. */
 static next without_plan(request *q, koila_status status, const koila_error *err)
 {
-    const bool has_none = status == KOILA_UNSUPPORTED && q->axes == KOILA_AXES_OTHER;
+    const bool has_none =
+        status == KOILA_UNSUPPORTED && (q->axes == KOILA_AXES_OTHER || q->axes == KOILA_AXES_BOTH);
     if (has_none && !q->step.retries) {
         q->axes = KOILA_AXES_ROWS; /* only tests ask for another axis where there may be none */
         return RETRY;
@@ -267,7 +268,7 @@ static next find_plan(request *q)
                                  .last_axes = last_axes(q) };
     q->c = koila__plan_for(koila__part_give(&q->part), q->part.targets, q->n + q->keeping.n,
                            &q->room, how, &err, &status);
-    q->is_timed &= q->c && q->c->info.dim == KOILA_NONE;
+    q->is_timed &= q->c && q->c->info.dim == KOILA_NONE && !q->c->info.n_inner;
     const bool ran_out = !q->c && status == KOILA_OOM;
     const bool is_cut = q->c && q->c->info.n_slices > 1;
     if ((is_cut || ran_out) && (settle_room(q) || keep_less(q, ran_out)))
@@ -370,7 +371,7 @@ static void raise_with_largest(const request *q, bool ranks_wait)
     koila__raise_out_of_memory(text, 0);
 }
 
-/* A plan that drops results ran out of memory: more of them are dropped. */
+/* A plan that drops results, or cuts rows, ran out of memory: more are dropped, or cut finer. */
 static next retry_with_less(request *q)
 {
     PyErr_Clear();
@@ -402,7 +403,8 @@ static next after_out_of_memory(request *q, koila__announced announced)
         PyErr_Clear();
         return RETRY;
     }
-    if (!is_sharded && may_retry && (info->n_again || info->n_offloaded))
+    const bool is_last_resort = info->n_again || info->n_offloaded || info->n_inner;
+    if (!is_sharded && may_retry && is_last_resort)
         return retry_with_less(q);
     /* twice the slices, on every rank; a rank that cannot withdraws from the exchange */
     if (announced && may_retry)
@@ -601,14 +603,26 @@ static void hand_over(request *q)
     }
 }
 
+/* Those that a step begins with: rows, unless a test asks for others. */
+static uint32_t first_axes(void)
+{
+    switch (koila__settings_now().axes) {
+    case KOILA__CUT_OTHER:
+        return KOILA_AXES_OTHER;
+    case KOILA__CUT_BOTH:
+        return KOILA_AXES_BOTH;
+    default:
+        return KOILA_AXES_ROWS;
+    }
+}
+
 static request request_for(koila__tape *t, const koila__wanted *w)
 {
     const bool is_read = w->asked_by == KOILA__ASKED_BY_READ && !t->closed && !t->planned;
     request q = { .tape = t,
                   .is_wanted = w->n_wanted > 0,
                   .rows = koila__settings_now().rows,
-                  .axes = koila__settings_now().axes == KOILA__CUT_OTHER ? KOILA_AXES_OTHER
-                                                                         : KOILA_AXES_ROWS,
+                  .axes = first_axes(),
                   .is_read = is_read,
                   .may_keep = is_read,
                   .asked = w };
