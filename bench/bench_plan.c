@@ -205,9 +205,9 @@ static void run(uint32_t n_layers, bool over_batch)
            over_batch ? "statistics over the batch" : "ordinary", n_layers,
            koila_graph_n_nodes(r->g), (t1 - t0) / thousands);
     uint64_t whole = 0;
-    for (int k = 0; k < 4; k++) {
+    for (int k = 0; k < 5; k++) {
         static const char *const names[] = { "whole", "half the memory", "a sixth",
-                                             "one row a slice" };
+                                             "one row a slice", "nothing fits" };
         koila_plan_options o = { .struct_size = sizeof o, .budget_bytes = UINT64_MAX };
         koila_error err = KOILA_ERROR_INIT;
         koila_plan *p = NULL;
@@ -217,6 +217,10 @@ static void run(uint32_t n_layers, bool over_batch)
             o.budget_bytes = whole / 6;
         if (k == 3)
             o.rows = 1;
+        if (k == 4) {
+            o.budget_bytes = 1;
+            o.recomputes = true;
+        }
         double best = 0;
         koila_status status = KOILA_OK;
         for (int i = 0; i < 3; i++) {

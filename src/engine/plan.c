@@ -1054,19 +1054,19 @@ static const koila__recompute host_ladder[] = {
     { .n_segments = 32, .n_offloaded = 15 },
 };
 
-/* Schedules s->placed, keeping all, and finds the peak in s->rows. */
-static koila_status schedule_and_weigh(const planning *q, sliced *s, koila_node *peak_node)
+static koila_status schedule_all_kept(const planning *q, sliced *s)
 {
-    const koila_plan_options *o = q->options;
-    const koila__live_options live = { .rows = s->rows,
-                                       .workspace = o->workspace,
-                                       .user = o->user };
-    KOILA_TRY(koila__schedule_init(&s->schedule, s->placed, s->targets, q->n_targets,
-                                   (koila__keep){ .horizon = UINT32_MAX }, q->mem, q->err));
-    const koila__live l = koila__live_simulate(s->placed, &s->schedule, &live, NULL, NULL, NULL);
-    s->peak = l.peak_bytes;
-    *peak_node = l.peak_node;
-    return KOILA_OK;
+    return koila__schedule_init(&s->schedule, s->placed, s->targets, q->n_targets,
+                                (koila__keep){ .horizon = UINT32_MAX }, q->mem, q->err);
+}
+
+/* Above this the peak of a rung need not be exact; 0: it must. */
+static uint64_t bound_of_rung(const planning *q, const sliced *best)
+{
+    const uint64_t budget = q->options->budget_bytes;
+    if (!best->placed)
+        return 0;
+    return best->accepted || best->peak < budget ? budget : best->peak;
 }
 
 /* Does a value go from one loop to another while it waits in host memory? A copy there has no rows
@@ -1099,7 +1099,6 @@ static bool is_less_work(const sliced *s, const sliced *best)
 static koila_status take_rung(const planning *q, const sliced *base, koila__recompute how,
                               const sliced *best, sliced *out)
 {
-    koila_node ignored;
     *out = (sliced){ .rows = base->rows };
     out->targets = koila__arena_array(&q->plan->arena, q->n_targets, sizeof *out->targets);
     if (!out->targets)
@@ -1108,11 +1107,13 @@ static koila_status take_rung(const planning *q, const sliced *base, koila__reco
                                    &out->placed, out->targets));
     if (!out->placed)
         return KOILA_OK;
-    const koila_status status = schedule_and_weigh(q, out, &ignored);
+    const koila_status status = schedule_all_kept(q, out);
     if (status != KOILA_OK) {
         koila__placed_free(out->placed);
         return status;
     }
+    out->peak = koila__plan_peak(out->placed, &out->schedule, q->options, out->rows,
+                                 bound_of_rung(q, best));
     if (how.n_offloaded && crosses_loops(out)) {
         sliced_free(out);
         out->placed = NULL;
@@ -1175,11 +1176,15 @@ static koila_status recompute(const planning *q, place_fn how, int64_t n_slices,
         rows_as_forced(q->graph, q->options, base.rows);
     else
         rows_for(q->graph, n_slices, base.rows);
-    koila_status status = schedule_and_weigh(q, &base, &at);
+    koila_status status = schedule_all_kept(q, &base);
     if (status != KOILA_OK) {
         koila__placed_free(base.placed);
         return status;
     }
+    const koila__live_options live = { .rows = base.rows,
+                                       .workspace = q->options->workspace,
+                                       .user = q->options->user };
+    at = koila__live_simulate(base.placed, &base.schedule, &live, NULL, NULL, NULL).peak_node;
     if (base.schedule.n_loops <= MOST_LOOPS_RECOMPUTED && at != KOILA_NONE)
         status = climb(q, &base, at, best);
     sliced_free(&base);
