@@ -1,0 +1,156 @@
+"""One long sequence: its tokens cut by koila, against checkpointing by hand, as ratios.
+
+    python bench/bench_long.py [--repeat 3] [--longest]
+
+GPT-2, 8 layers of 128, vocabulary 8,000, one sample of 1,024 tokens, float32, one thread. By hand:
+torch.utils.checkpoint around each block. Processor time, the least of all turns, which all ways
+take in one process; peaks are the bytes of torch's allocator above model and data, gradients
+included. `--longest` instead seeks the longest sequence that trains in what plain PyTorch needs for
+512 tokens, in steps of half of that.
+"""
+
+import argparse
+import itertools
+import time
+
+import torch
+from in_turns import MIB, difference
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import koila
+from koila import _core, lazy
+
+TOKENS = 1024
+SLICES = (512, 256, 128, 64)
+SHARES = (0.4, 0.3, 0.25, 0.2)
+
+
+def gpt2(n_layer, width, vocabulary, n_positions):
+    config = GPT2Config(
+        vocab_size=vocabulary,
+        n_positions=n_positions,
+        n_embd=width,
+        n_layer=n_layer,
+        n_head=width // 32,
+        use_cache=False,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def next_token(model, ids, labels):
+    return F.cross_entropy(model(ids).logits.flatten(0, 1), labels.flatten())
+
+
+def once(model, ids, labels, wrap=lambda *v: v, budget=None):
+    """Seconds, and peak bytes above model and data. `budget`: bytes above them."""
+    model.zero_grad(set_to_none=True)
+    base = _core.cpu_bytes_current()
+    _core.cpu_bytes_reset_peak()
+    start = time.process_time()
+    with koila.budget(None if budget is None else base + budget):
+        next_token(model, *wrap(ids, labels)).backward()
+    return time.process_time() - start, _core.cpu_bytes_peak() - base
+
+
+class Way:
+    """One way to run the step; its least time and last peak."""
+
+    def __init__(self, name, **kw):
+        self.name, self.kw = name, kw
+        self.checkpointed = kw.pop("checkpointed", False)
+        self.tokens = kw.pop("tokens", None)
+        self.seconds, self.peak, self.plan, self.apart = float("inf"), 0, None, 0.0
+
+    def turn(self, model, ids, labels, expected):
+        if self.checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        with koila.micro_batch(self.tokens):
+            seconds, self.peak = once(model, ids, labels, **self.kw)
+        model.gradient_checkpointing_disable()
+        self.seconds = min(self.seconds, seconds)
+        self.plan = koila.last_plan() if "wrap" in self.kw else None
+        self.apart = difference(model, expected) if expected else 0.0
+
+
+def compare(repeat):
+    torch.manual_seed(0)
+    model = gpt2(8, 128, 8000, TOKENS).train()
+    ids, labels = torch.randint(8000, (2, 1, TOKENS)).unbind()
+    gradients = sum(p.nbytes for p in model.parameters())
+    once(model, ids, labels)
+    peak = once(model, ids, labels)[1]
+    expected = [p.grad.clone() for p in model.parameters()]
+    ways = [Way("plain"), Way("blocks checkpointed by hand", checkpointed=True)]
+    ways += [
+        Way(f"{n} tokens a slice", wrap=lambda *v: lazy(*v, batch=1), tokens=n) for n in SLICES
+    ]
+    ways += [Way(f"budget of {s:.2f}", wrap=lazy, budget=int(s * peak)) for s in SHARES]
+    for _, way in itertools.product(range(repeat + 1), ways):
+        way.turn(model, ids, labels, expected)
+    plain = ways[0]
+    print(f"plain: {peak / MIB:.1f} MiB, of which {gradients / MIB:.1f} are gradients")
+    for way in ways:
+        print(
+            f"{way.name:28} {way.peak / MIB:6.1f} MiB  {way.peak / peak:.2f} of plain's, "
+            f"{way.seconds / plain.seconds:.2f} x its time, apart {way.apart:.0e}",
+            end="",
+        )
+        if way.plan:
+            p = way.plan
+            predicted = p.predicted_peak_bytes / p.measured_peak_bytes
+            print(
+                f", predicted : measured {predicted:.3f}, work {p.replay_ratio:.2f}, "
+                f"{p.n_recomputed} again, axis {p.axis and p.axis.slice_size}",
+                end="",
+            )
+        print()
+
+
+def fits(model, n_tokens, budget, wrap):
+    ids, labels = torch.randint(8000, (2, 1, n_tokens)).unbind()
+    try:
+        once(model, ids, labels, wrap, budget)
+    except (MemoryError, RuntimeError):
+        return False
+    return True
+
+
+def longest():
+    """How many times plain's longest sequence trains in the same memory."""
+    torch.manual_seed(0)
+    n = 512
+    model = gpt2(8, 128, 8000, 16 * n)
+    budget = 0
+    for _ in range(2):
+        budget = once(model, *torch.randint(8000, (2, 1, n)).unbind())[1]
+    print(f"plain: {n} tokens in {budget / MIB:.1f} MiB", flush=True)
+    for name, wrap in (("blocks checkpointed by hand", lambda *v: v), ("koila", lazy)):
+        if name != "koila":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        halves = 2
+        while fits(model, n * (halves + 1) // 2, budget, wrap):
+            halves += 1
+        model.gradient_checkpointing_disable()
+        print(f"{name}: {n * halves // 2} tokens, {halves / 2} x", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--longest", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.longest:
+        longest()
+    else:
+        compare(options.repeat)
+
+
+if __name__ == "__main__":
+    main()
