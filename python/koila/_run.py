@@ -54,6 +54,14 @@ def guards() -> _Guards:
     return _Guards()
 
 
+def own_generator(like: torch.Generator) -> tuple[torch.Generator, torch.Tensor, bytearray]:
+    """A generator of the CPU of the same kind, and a tensor for its states, in memory that torch
+    does not count."""
+    own = type(like)()
+    memory = bytearray(own.get_state().numel())
+    return own, torch.frombuffer(memory, dtype=torch.uint8), memory
+
+
 def held_bytes(leaves: list[tuple[torch.Tensor, bool]]) -> int:
     """Bytes held while a step with these leaves runs, for a step that is only planned. leaves:
     (tensor, is it a batch?); a batch on meta gives only its shape."""

@@ -103,6 +103,12 @@ PyObject *koila__generator_get(PyObject *generator)
     return bytes;
 }
 
+static int wrong_size(void)
+{
+    PyErr_SetString(PyExc_RuntimeError, "koila: this is the state of another kind of generator");
+    return -1;
+}
+
 int koila__generator_set(PyObject *generator, PyObject *bytes)
 {
     Py_ssize_t n;
@@ -111,13 +117,23 @@ int koila__generator_set(PyObject *generator, PyObject *bytes)
     /* this tensor has the right size; its contents are replaced */
     uint8_t *p = state ? memory_of(state, &n) : NULL;
     if (p && n != PyBytes_GET_SIZE(bytes))
-        PyErr_SetString(PyExc_RuntimeError,
-                        "koila: this is the state of another kind of generator");
+        wrong_size();
     else if (p) {
         memcpy(p, PyBytes_AS_STRING(bytes), (size_t)n);
         r = PyObject_CallMethod(generator, "set_state", "O", state);
     }
     Py_XDECREF(state);
+    Py_XDECREF(r);
+    return r ? 0 : -1;
+}
+
+int koila__generator_set_by(PyObject *generator, PyObject *state, PyObject *memory, PyObject *bytes)
+{
+    if (PyByteArray_GET_SIZE(memory) != PyBytes_GET_SIZE(bytes))
+        return wrong_size();
+    memcpy(PyByteArray_AS_STRING(memory), PyBytes_AS_STRING(bytes),
+           (size_t)PyBytes_GET_SIZE(bytes));
+    PyObject *r = PyObject_CallMethod(generator, "set_state", "O", state);
     Py_XDECREF(r);
     return r ? 0 : -1;
 }
@@ -214,8 +230,7 @@ PyObject *koila__generator_skipped(PyObject *bytes, uint64_t n_words)
     if (!n_words)
         return Py_NewRef(bytes);
     if (PyBytes_GET_SIZE(bytes) != STATE_BYTES) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "koila: this is the state of another kind of generator");
+        wrong_size();
         return NULL;
     }
     PyObject *out = PyBytes_FromStringAndSize(PyBytes_AS_STRING(bytes), STATE_BYTES);

@@ -10,6 +10,9 @@
 /* NULL or -1 comes with an exception; returned objects are new references. */
 PyObject *koila__generator_get(PyObject *generator); /* a torch.Generator */
 int koila__generator_set(PyObject *generator, PyObject *bytes);
+/* The same through `state`, a tensor that lies in bytearray `memory`: no other one is made. */
+int koila__generator_set_by(PyObject *generator, PyObject *state, PyObject *memory,
+                            PyObject *bytes);
 /* The state before a move of n_words, or before a call of op(*args, **kwargs), which draws from the
  * generator. Other threads' draws come before or after: Note [Generators beside threads]. */
 PyObject *koila__generator_take(PyObject *generator, uint64_t n_words); /* of the CPU */

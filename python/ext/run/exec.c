@@ -62,10 +62,13 @@ typedef struct exec {
         /* of the CPU: the run draws from one of its own, so that what other threads draw from the
          * user's meanwhile is neither repeated nor lost; else NULL */
         PyObject *own;
+        PyObject *own_state; /* with `own`: a tensor for its states, which lies in `memory` */
+        PyObject *memory;    /* a bytearray */
         PyObject *state; /* of `generator` before the step, where the run draws from it; or NULL */
     } used[MAX_GENERATORS];
     uint32_t n_used;
-    PyObject *draws_from; /* borrowed: the `own` of the node that runs, or NULL */
+    PyObject *draws_from;            /* borrowed: the `own` of the node that runs, or NULL */
+    const struct used *used_by_node; /* what the node that runs draws from; NULL: nothing */
     struct cursor {
         /* state of the generator just before it draws element `at` (in the order of memory) of the
          * node's result */
@@ -374,6 +377,23 @@ static void give_up(exec *x, koila_value v, int64_t begin, int64_t end)
 
 /* ---- one node */
 
+/* u->own := a generator like the user's, with a tensor for its states. */
+static int make_own(struct used *u)
+{
+    PyObject *all = PyObject_CallOneArg(koila__torch.own_generator, u->generator);
+    const int status =
+        all && PyArg_ParseTuple(all, "OOO!", &u->own, &u->own_state, &PyByteArray_Type, &u->memory)
+            ? 0
+            : -1;
+    if (status == 0) {
+        Py_INCREF(u->own);
+        Py_INCREF(u->own_state);
+        Py_INCREF(u->memory);
+    }
+    Py_XDECREF(all);
+    return status;
+}
+
 /* What a run draws from in place of `generator`: found, or added. may_give: the operator has an
  * argument `generator`. NULL with an exception. */
 static const struct used *use_generator(exec *x, PyObject *generator, bool may_give)
@@ -392,9 +412,8 @@ static const struct used *use_generator(exec *x, PyObject *generator, bool may_g
     struct used *u = &x->used[x->n_used];
     *u = (struct used){ .generator = generator };
     if (may_give && koila__is_cpu_state(state)) {
-        u->own = PyObject_CallNoArgs((PyObject *)Py_TYPE(generator));
         Py_DECREF(state);
-        if (!u->own)
+        if (make_own(u) < 0)
             return NULL;
     } else {
         u->state = state;
@@ -402,6 +421,48 @@ static const struct used *use_generator(exec *x, PyObject *generator, bool may_g
     Py_INCREF(generator);
     x->n_used++;
     return u;
+}
+
+/* The generator that the running node draws from gets a state. */
+static int set_state(const exec *x, const tape_random *random, PyObject *state)
+{
+    const struct used *u = x->used_by_node;
+    return u->own ? koila__generator_set_by(u->own, u->own_state, u->memory, state)
+                  : koila__generator_set(random->generator, state);
+}
+
+/* So many words are skipped sooner than the state behind them is read. */
+enum { FEW_WORDS = 1024 };
+
+/* Draws elements at ... at + n_elements of a random node's result into `part`. */
+static int draw_block(exec *x, koila_node n, const tape_random *random, PyObject *part, int64_t at,
+                      int64_t n_elements)
+{
+    struct cursor *c = &x->cursors[n];
+    const koila__call_fix fix = { .generator = x->draws_from };
+    if (!c->state || c->at > at) {
+        Py_XSETREF(c->state, Py_NewRef(random->state));
+        c->at = 0;
+    }
+    PyObject *out = NULL;
+    PyObject *state = koila__generator_skipped(c->state, (uint64_t)(at - c->at) * random->words);
+    int status = state && set_state(x, random, state) == 0 ? 0 : -1;
+    if (status == 0)
+        status = koila__call(koila_node_get(x->g, n).sig, &part, &fix, NULL, &out);
+    Py_XDECREF(out);
+    if (status < 0) {
+        Py_XDECREF(state);
+        Py_CLEAR(c->state);
+        return -1;
+    }
+    if (n_elements <= FEW_WORDS / random->words) {
+        c->at = at;
+    } else {
+        c->at = at + n_elements;
+        Py_SETREF(state, koila__generator_get(random->generator));
+    }
+    Py_XSETREF(c->state, state);
+    return state ? 0 : -1;
 }
 
 /* Draws only the slice's rows of a random node that draws in the order of memory: moves the
@@ -430,34 +491,17 @@ static int draw_rows(exec *x, koila_node n, const tape_random *random, const koi
         PyErr_NoMemory();
         return -1;
     }
-    struct cursor *c = &x->cursors[n];
-    const koila__call_fix fix = { .generator = x->draws_from };
     PyObject *local = empty_like_meta(m, share.dim, share.outer * share.inner * rows);
     PyObject *flat = local ? PyObject_CallFunction(koila__torch.as_strided, "O(L)(i)", local,
                                                    (long long)(n_blocks * rows * unit), 1)
                            : NULL;
     int status = flat ? 0 : -1;
     for (int64_t b = 0; b < n_blocks && status == 0; b++) {
-        const int64_t at = (b * x->batch + x->begin) * unit;
-        if (!c->state || c->at > at) {
-            Py_XSETREF(c->state, Py_NewRef(random->state));
-            c->at = 0;
-        }
         PyObject *part = call_ints(koila__torch.narrow, flat, 0, b * rows * unit, rows * unit);
-        PyObject *out = NULL;
-        PyObject *state =
-            part ? koila__generator_skipped(c->state, (uint64_t)(at - c->at) * random->words)
-                 : NULL;
-        if (!state || koila__generator_set(random->generator, state) < 0 ||
-            koila__call(koila_node_get(x->g, n).sig, &part, &fix, NULL, &out) < 0)
-            status = -1;
+        status = part
+                     ? draw_block(x, n, random, part, (b * x->batch + x->begin) * unit, rows * unit)
+                     : -1;
         Py_XDECREF(part);
-        Py_XDECREF(out);
-        Py_XDECREF(state);
-        Py_XSETREF(c->state, status == 0 ? koila__generator_get(random->generator) : NULL);
-        c->at = at + rows * unit;
-        if (!c->state)
-            status = -1;
     }
     Py_XDECREF(flat);
     if (status == 0)
@@ -478,7 +522,7 @@ static int run_random_rows(exec *x, koila_node n, const tape_random *random,
         if (drawn <= 0)
             return drawn;
     }
-    if (koila__generator_set(random->generator, random->state) < 0)
+    if (set_state(x, random, random->state) < 0)
         return -1;
     PyObject *base = NULL, *out[2] = { NULL };
     int status = -1;
@@ -874,12 +918,13 @@ static int prepare_recorded(exec *x, const node_call *call, const tape_random *r
                         koila_plan_share(x->plan, first).kind == KOILA_SHARE_SLICE;
     if (is_cut)
         return run_random_rows(x, call->n, random, call->s, first) < 0 ? -1 : 1;
-    return koila__generator_set(random->generator, random->state);
+    return set_state(x, random, random->state);
 }
 
 static int prepare_random(exec *x, const node_call *call)
 {
     x->draws_from = NULL;
+    x->used_by_node = NULL;
     if (!(koila_op_flags(x->table, call->s->op) & KOILA_OP_RANDOM))
         return 0;
     const tape_random *found = koila__tape_random(x->tape, x->node_from[recorded_of(x, call->n)]);
@@ -893,6 +938,7 @@ static int prepare_random(exec *x, const node_call *call)
     Py_DECREF(random.generator); /* kept by x->used */
     int status = -1;
     if (u) {
+        x->used_by_node = u;
         x->draws_from = u->own;
         if (u->own)
             random.generator = u->own;
@@ -1299,6 +1345,8 @@ static void exec_free(exec *x)
     for (uint32_t i = 0; i < x->n_used; i++) {
         Py_DECREF(x->used[i].generator);
         Py_XDECREF(x->used[i].own);
+        Py_XDECREF(x->used[i].own_state);
+        Py_XDECREF(x->used[i].memory);
         Py_XDECREF(x->used[i].state);
     }
 }

@@ -38,6 +38,7 @@ extern struct koila__torch_calls {
     /* koila._run.guards(): its result holds the mode guards while it lives */
     PyObject *guards;
     PyObject *pseudo; /* dict of koila._run.PSEUDO */
+    PyObject *own_generator;
     /* the lengths of torch's stacks of modes, and koila._torch.ModesAside */
     PyObject *n_dispatch_modes, *n_function_modes, *modes_aside;
     bool ready;

@@ -54,6 +54,7 @@ static bool look_up_all(PyObject *torch, PyObject *aten, PyObject *mine)
     return look_up(&koila__torch.oom_type, torch, "OutOfMemoryError") &&
            look_up(&koila__torch.guards, mine, "guards") &&
            look_up(&koila__torch.pseudo, mine, "PSEUDO") &&
+           look_up(&koila__torch.own_generator, mine, "own_generator") &&
            look_up(&koila__torch.n_dispatch_modes, mine, "n_dispatch_modes") &&
            look_up(&koila__torch.n_function_modes, mine, "n_function_modes") &&
            look_up(&koila__torch.modes_aside, mine, "ModesAside");
