@@ -11,7 +11,7 @@ bit its outcome must be the same beside the others.
     plain       trains without koila
     evaluating  a lazy forward under no_grad(), values read one by one
     allocating  makes, fills and frees tensors, of up to 64 MiB
-    planning    koila.plan(): what it predicts
+    planning    koila.plan(), also of a GPU that is not here: what it predicts
     drawing     draws from the default generator: alone it is not defined what comes out, but no
                 number of 62 bits may come twice
     dropout     trains through koila.lazy() with dropout: it draws from the same generator, so only
@@ -215,9 +215,19 @@ def planning(seed: int) -> Outcome:
     model, x, y, _ = _make(seed)
     n = random.Random(seed).choice((None, 3))
     before = [p.grad for p in model.parameters()]
-    p = koila.plan(lambda a, b: F.cross_entropy(model(a), b), x[0], y[0], micro_batch=n)
+
+    def step(a, b):
+        return F.cross_entropy(model(a), b)
+
+    p = koila.plan(step, x[0], y[0], micro_batch=n)
+    on_gpu = koila.plan(step, x[0], y[0], micro_batch=n, device="h100-80gb").prediction
     assert before == [p.grad for p in model.parameters()]
-    return [p.micro_batch, p.n_micro_batches, [torch.clone(q.detach()) for q in model.parameters()]]
+    return [
+        p.micro_batch,
+        p.n_micro_batches,
+        [list(on_gpu[k]["reserved"]) for k in ("first", "steady")],
+        [torch.clone(q.detach()) for q in model.parameters()],
+    ]
 
 
 _DRAWN: set[int] = set()
