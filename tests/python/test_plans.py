@@ -1,6 +1,7 @@
 """What `last_plan()` and `plans()` tell: which run, what asked for it, and where."""
 
 import asyncio
+import gc
 import inspect
 import os
 import threading
@@ -42,6 +43,7 @@ def evaluate(model, x, rows=BATCH):
 
 @pytest.fixture
 def case():
+    gc.collect()  # a step whose tensors lie in the garbage of other tests is open still
     with koila.micro_batch(None):  # settings are set: what ran before does not count
         yield make()
 
