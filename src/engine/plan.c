@@ -303,6 +303,13 @@ typedef struct sliced {
     bool accepted;
 } sliced;
 
+static void swap_ways(sliced *a, sliced *b)
+{
+    const sliced was = *a;
+    *a = *b;
+    *b = was;
+}
+
 static void sliced_free(sliced *s)
 {
     if (!s->placed)
@@ -672,38 +679,57 @@ static koila_status choose(search *x)
     }
 }
 
-/* Places with `how`, then finds the fewest slices and the best policy; *out is yours on KOILA_OK:
- * sliced_free(). */
-static koila_status slice(planning *q, place_fn how, sliced *out)
+/* The fewest slices of the placed step, and the best of the policies, for which *s has room; on
+ * KOILA_OK s->schedule is yours. s->placed stays the caller's. */
+static koila_status search_placed(planning *q, const koila__keep *keeps, uint32_t n, sliced *s)
 {
-    search x = { .q = q };
-    sliced *s = &x.found;
-    s->targets = koila__arena_array(&q->plan->arena, q->n_targets, sizeof *s->targets);
-    s->rows = koila__arena_array(&q->plan->arena, (size_t)q->graph->axes.n + 1, sizeof *s->rows);
-    if (!s->targets || !s->rows)
-        return KOILA_NO_MEMORY;
-    KOILA_TRY(place(q, how, s->targets, &s->placed));
+    search x = { .q = q, .found = *s, .n_policies = n };
     koila_status status = koila__scheduler_new(&x.scheduler, s->placed, s->targets, q->n_targets,
                                                false, q->mem, q->err);
     if (status == KOILA_OK) {
-        koila__keep keeps[MAX_POLICIES];
-        x.n_policies = policies(koila__scheduler_n_loops(x.scheduler), q->options->keep, keeps);
+        koila__keep usual[MAX_POLICIES];
+        if (!n) {
+            x.n_policies = policies(koila__scheduler_n_loops(x.scheduler), q->options->keep, usual);
+            keeps = usual;
+        }
         x.batch = q->graph->axes.n ? q->graph->axes.at[main_axis(s->placed)] : 1;
         for (uint32_t i = 0; i < x.n_policies; i++)
             x.candidates[i].keep = keeps[i];
         status = choose(&x);
         if (status == KOILA_OK) {
-            s->schedule = x.candidates[x.taken].schedule;
+            x.found.schedule = x.candidates[x.taken].schedule;
             x.candidates[x.taken].state = UNTRIED;
-            *out = *s;
+            *s = x.found;
         }
     }
     for (uint32_t k = 0; k < MAX_POLICIES; k++)
         if (x.candidates[k].state == CARRIED_OUT)
             koila__schedule_deinit(&x.candidates[k].schedule);
     koila__scheduler_free(x.scheduler);
-    if (status != KOILA_OK)
-        koila__placed_free(s->placed);
+    return status;
+}
+
+/* Room for the targets and rows of *s. */
+static koila_status make_room(const planning *q, sliced *s)
+{
+    koila__arena *arena = &q->plan->arena;
+    s->targets = koila__arena_array(arena, q->n_targets, sizeof *s->targets);
+    s->rows = koila__arena_array(arena, (size_t)q->graph->axes.n + 1, sizeof *s->rows);
+    return s->targets && s->rows ? KOILA_OK : KOILA_NO_MEMORY;
+}
+
+/* Places with `how`, then finds the fewest slices and the best policy; *out is yours on KOILA_OK:
+ * sliced_free(). */
+static koila_status slice(planning *q, place_fn how, sliced *out)
+{
+    sliced s = { 0 };
+    KOILA_TRY(make_room(q, &s));
+    KOILA_TRY(place(q, how, s.targets, &s.placed));
+    const koila_status status = search_placed(q, NULL, 0, &s);
+    if (status == KOILA_OK)
+        *out = s;
+    else
+        koila__placed_free(s.placed);
     return status;
 }
 
@@ -762,9 +788,7 @@ static koila_status try_pieces(planning *q, sliced *best)
     const koila_status status = slice(q, koila__place_pieces, &pieces);
     if (status == KOILA_OK && pieces.placed->cut && are_as_forced(q, &pieces) &&
         (is_better(q, &pieces, best) || is_as_little_work(q, &pieces, best))) {
-        const sliced swap = *best;
-        *best = pieces;
-        pieces = swap;
+        swap_ways(best, &pieces);
     }
     sliced_free(&pieces);
     return status;
@@ -800,9 +824,7 @@ static koila_status plan_sliced(planning *q)
     if (!fewest && gathers(best.placed)) {
         status = slice(q, koila__place_cut, &again);
         if (status == KOILA_OK && is_better(q, &again, &best)) {
-            const sliced swap = best;
-            best = again;
-            again = swap;
+            swap_ways(&best, &again);
         }
         sliced_free(&again);
         if (status != KOILA_OK && status != KOILA_UNSUPPORTED) {
@@ -869,25 +891,49 @@ static koila_status choose_way(planning *q)
 
 /* ---- other axes */
 
-/* Plans along one of them; on KOILA_OK *out is yours. */
-static koila_status slice_along(const planning *q, const koila__axis *axis, sliced *out)
+/* Schedules s->placed, keeping all. */
+static koila_status schedule_all_kept(const planning *q, sliced *s)
 {
-    koila__along view;
-    KOILA_TRY(koila__along_init(q->graph, axis, &q->plan->mem, &view));
-    planning along = *q;
-    koila_plan_options options = *q->options;
-    const int64_t unit = axis->size / axis->rows;
-    if (options.rows > 0) /* entries */
-        options.rows = (options.rows + unit - 1) / unit;
-    along.options = &options;
-    along.graph = &view.graph;
-    along.seeds = view.seeds;
-    along.largest_axis = axis->rows;
-    along.dim = axis->dim;
-    along.unit = unit;
-    const koila_status status = slice(&along, koila__place_cut, out);
-    koila__along_deinit(&view, &q->plan->mem);
+    return koila__schedule_init(&s->schedule, s->placed, s->targets, q->n_targets,
+                                (koila__keep){ .horizon = UINT32_MAX }, q->mem, q->err);
+}
+
+/* The node that runs at the peak of s in s->rows, or KOILA_NONE. */
+static koila_node node_at_peak(const planning *q, const sliced *s)
+{
+    const koila__live_options live = { .rows = s->rows,
+                                       .workspace = q->options->workspace,
+                                       .user = q->options->user };
+    return koila__live_simulate(s->placed, &s->schedule, &live, NULL, NULL, NULL).peak_node;
+}
+
+/* Finds the recorded node at which the step as it was recorded holds the most; KOILA_NONE: nothing
+ * runs. */
+static koila_status find_turn(const planning *q, koila_node *turn)
+{
+    sliced whole = { 0 };
+    *turn = KOILA_NONE;
+    KOILA_TRY(make_room(q, &whole));
+    KOILA_TRY(place(q, koila__place_whole, whole.targets, &whole.placed));
+    rows_for(q->graph, 1, whole.rows);
+    const koila_status status = schedule_all_kept(q, &whole);
+    if (status == KOILA_OK) {
+        const koila_node at = node_at_peak(q, &whole);
+        *turn = at == KOILA_NONE ? at : whole.placed->node[at].recorded;
+        koila__schedule_deinit(&whole.schedule);
+    }
+    koila__placed_free(whole.placed);
     return status;
+}
+
+/* The last node that comes from the recorded one, or from one before. */
+static koila_node last_from(const koila__placed *p, koila_node recorded)
+{
+    koila_node last = 0;
+    for (koila_node n = 0; n < p->graph->nodes.n; n++)
+        if (p->node[n].recorded <= recorded)
+            last = n;
+    return last;
 }
 
 static bool fits_and_is_accepted(const planning *q, const sliced *s)
@@ -905,6 +951,93 @@ static bool is_better_axis(const planning *q, const sliced *b, const sliced *a)
         return fits_b;
     return fits_a && !is_frugal(q->options) ? b->schedule.work < a->schedule.work
                                             : b->peak < a->peak;
+}
+
+/* `way` with results dropped, in the fewest slices, under the best of the policies. next->placed
+ * stays NULL where nothing can be dropped, or not scheduled then. */
+static koila_status drop(planning *q, const sliced *way, koila__recompute how,
+                         const koila__keep *keeps, uint32_t n_keeps, sliced *next)
+{
+    KOILA_TRY(make_room(q, next));
+    KOILA_TRY(koila__recompute_new(way->placed, way->targets, q->n_targets, how, q->mem,
+                                   &next->placed, next->targets));
+    if (!next->placed)
+        return KOILA_OK;
+    const koila_status status = search_placed(q, keeps, n_keeps, next);
+    if (status == KOILA_OK)
+        return KOILA_OK;
+    koila__placed_free(next->placed);
+    next->placed = NULL;
+    return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
+}
+
+/* Does it fit in slices that are not so thin that calling their operators takes the time? */
+static bool is_quick(const sliced *way)
+{
+    return way->accepted && way->rows[0] >= KOILA_COST_THIN_SLICE;
+}
+
+/* `way` needs too much with all that its loops hold. So results of the forward pass are dropped and
+ * computed again, barriers included; *way becomes the first that fits, else that of the least peak.
+ * More segments leave more and run less again, down to where one segment holds too much. */
+static koila_status drop_along(planning *q, koila_node turn, sliced *way)
+{
+    static const uint32_t n_segments[] = { 32, 24, 16, 12, 8, 6, 5, 4, 3, 2 };
+    static const koila__keep keeps[] = { { .horizon = UINT32_MAX },
+                                         { .horizon = 1 },
+                                         { .horizon = UINT32_MAX, .drops_forward = true },
+                                         { .horizon = 1, .drops_forward = true } };
+    koila__recompute how = { .at = last_from(way->placed, turn) };
+    sliced best = { 0 };
+    koila_status status = KOILA_OK;
+    uint32_t n_worse = 0; /* in a row */
+    for (size_t i = 0; i < KOILA_COUNT(n_segments) && !is_quick(&best) && n_worse < 2; i++) {
+        sliced next = { 0 };
+        how.n_segments = n_segments[i];
+        status = drop(q, way, how, keeps, KOILA_COUNT(keeps), &next);
+        if (status != KOILA_OK)
+            break;
+        const bool is_better =
+            next.placed && (!best.placed || is_quick(&next) || is_better_axis(q, &next, &best));
+        if (is_better)
+            swap_ways(&best, &next);
+        n_worse = is_better || !best.placed ? 0 : n_worse + 1;
+        sliced_free(&next);
+    }
+    if (status == KOILA_OK && best.placed && is_better_axis(q, &best, way))
+        swap_ways(way, &best);
+    sliced_free(&best);
+    return status;
+}
+
+/* Plans along one of them; on KOILA_OK *out is yours. */
+static koila_status slice_along(const planning *q, const koila__axis *axis, sliced *out)
+{
+    koila__along view;
+    KOILA_TRY(koila__along_init(q->graph, axis, &q->plan->mem, &view));
+    planning along = *q;
+    koila_plan_options options = *q->options;
+    const int64_t unit = axis->size / axis->rows;
+    if (options.rows > 0) /* entries */
+        options.rows = (options.rows + unit - 1) / unit;
+    along.options = &options;
+    along.graph = &view.graph;
+    along.seeds = view.seeds;
+    along.largest_axis = axis->rows;
+    along.dim = axis->dim;
+    along.unit = unit;
+    koila_status status = slice(&along, koila__place_cut, out);
+    if (status == KOILA_OK && options.recomputes && options.rows <= 0 &&
+        !fits_and_is_accepted(q, out)) {
+        koila_node turn;
+        status = find_turn(q, &turn);
+        if (status == KOILA_OK && turn != KOILA_NONE)
+            status = drop_along(&along, turn, out);
+        if (status != KOILA_OK)
+            sliced_free(out);
+    }
+    koila__along_deinit(&view, &q->plan->mem);
+    return status;
 }
 
 static void note_least(planning *q, const koila__axis *axis, const sliced *way)
@@ -930,9 +1063,7 @@ static koila_status find_other_axis(planning *q, sliced *best, koila__axis *take
             return status;
         note_least(q, &axes[i], &way);
         if (!best->placed || is_better_axis(q, &way, best)) {
-            const sliced swap = *best;
-            *best = way;
-            way = swap;
+            swap_ways(best, &way);
             *taken = axes[i];
         }
         sliced_free(&way);
@@ -1054,12 +1185,6 @@ static const koila__recompute host_ladder[] = {
     { .n_segments = 32, .n_offloaded = 15 },
 };
 
-static koila_status schedule_all_kept(const planning *q, sliced *s)
-{
-    return koila__schedule_init(&s->schedule, s->placed, s->targets, q->n_targets,
-                                (koila__keep){ .horizon = UINT32_MAX }, q->mem, q->err);
-}
-
 /* Above this the peak of a rung need not be exact; 0: it must. */
 static uint64_t bound_of_rung(const planning *q, const sliced *best)
 {
@@ -1132,9 +1257,7 @@ static koila_status try_rung(const planning *q, const sliced *base, koila__recom
     KOILA_TRY(take_rung(q, base, how, best, &way));
     if (way.placed &&
         (way.accepted || !best->placed || (!best->accepted && way.peak < best->peak))) {
-        const sliced swap = *best;
-        *best = way;
-        way = swap;
+        swap_ways(best, &way);
     }
     sliced_free(&way);
     return KOILA_OK;
@@ -1165,12 +1288,7 @@ static koila_status climb(const planning *q, const sliced *base, koila_node at, 
 static koila_status recompute(const planning *q, place_fn how, int64_t n_slices, sliced *best)
 {
     sliced base = { 0 };
-    koila_node at = KOILA_NONE;
-    base.targets = koila__arena_array(&q->plan->arena, q->n_targets, sizeof *base.targets);
-    base.rows =
-        koila__arena_array(&q->plan->arena, (size_t)q->graph->axes.n + 1, sizeof *base.rows);
-    if (!base.targets || !base.rows)
-        return KOILA_NO_MEMORY;
+    KOILA_TRY(make_room(q, &base));
     KOILA_TRY(place(q, how, base.targets, &base.placed));
     if (q->options->rows > 0)
         rows_as_forced(q->graph, q->options, base.rows);
@@ -1181,10 +1299,7 @@ static koila_status recompute(const planning *q, place_fn how, int64_t n_slices,
         koila__placed_free(base.placed);
         return status;
     }
-    const koila__live_options live = { .rows = base.rows,
-                                       .workspace = q->options->workspace,
-                                       .user = q->options->user };
-    at = koila__live_simulate(base.placed, &base.schedule, &live, NULL, NULL, NULL).peak_node;
+    const koila_node at = node_at_peak(q, &base);
     if (base.schedule.n_loops <= MOST_LOOPS_RECOMPUTED && at != KOILA_NONE)
         status = climb(q, &base, at, best);
     sliced_free(&base);

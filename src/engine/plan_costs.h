@@ -38,6 +38,10 @@
  * times the cheapest one. */
 #define KOILA_COST_MODERATE 2.0
 
+/* Slices of fewer entries spend their time on calls, not on numbers. A guess: a call takes some 10
+ * microseconds, as long as reading and writing 16 rows of 1,000 numbers. */
+#define KOILA_COST_THIN_SLICE 16
+
 /* A step whose forward pass is computed twice: the backward pass is about twice as much work. */
 #define KOILA_COST_FORWARD_AGAIN 1.33
 

@@ -116,6 +116,16 @@ static bool is_local(const rewriter *r, koila_node n, uint32_t i)
                                   r->from->value[v]);
 }
 
+/* May node n read a second value as input i: as its producer left it, or rows that a loop makes
+ * whole? Nothing crosses loops while it waits in host memory. */
+static bool may_take(const rewriter *r, koila_node n, uint32_t i)
+{
+    const koila_value v = input_of(r, n, i);
+    const koila_node m = producer(r, v);
+    return is_local(r, n, i) || (!r->how.n_offloaded && m != KOILA_NONE &&
+                                 r->from->node[m].in_loop && r->from->value[v].kind == KOILA_S);
+}
+
 /* ---- storages */
 
 static bool is_view(const rewriter *r, koila_node n)
@@ -153,7 +163,7 @@ static void want(rewriter *r, const koila_value *targets, uint32_t n_targets)
             const koila_value v = input_of(r, n, i);
             if (!is_forward(r, v) || (s->n_writes && !koila__reads(s, i)))
                 continue;
-            if (is_local(r, n, i))
+            if (may_take(r, n, i))
                 r->wanted[v] = true;
             else
                 r->stays[r->root[v]] = true;
@@ -261,7 +271,7 @@ static void want_inputs(rewriter *r, koila_node n)
         if (producer(r, v) == KOILA_NONE)
             continue;
         const bool is_near = r->segment[producer(r, v)] == r->segment[n];
-        if (is_local(r, n, i) && (is_near || r->may_wait[r->root[v]]))
+        if (may_take(r, n, i) && (is_near || r->may_wait[r->root[v]]))
             r->wanted[v] = true;
         else
             r->stays[r->root[v]] = true;
@@ -413,7 +423,7 @@ static koila_status append(rewriter *r, koila_node n, const koila_value *in, koi
 static koila_value now(const rewriter *r, koila_node n, uint32_t i, bool is_second)
 {
     const koila_value v = input_of(r, n, i);
-    const bool takes = is_second && r->second[v] != KOILA_NONE && is_local(r, n, i);
+    const bool takes = is_second && r->second[v] != KOILA_NONE && may_take(r, n, i);
     return takes ? r->second[v] : r->first[v];
 }
 
@@ -539,12 +549,12 @@ static koila_status find_demand(rewriter *r, koila_node n)
     const koila_sig_info *s = sig_of(r, n);
     r->demand.n = 0;
     for (uint32_t i = 0; i < s->n_inputs; i++)
-        if ((!s->n_writes || koila__reads(s, i)) && is_local(r, n, i))
+        if ((!s->n_writes || koila__reads(s, i)) && may_take(r, n, i))
             KOILA_TRY(demand(r, input_of(r, n, i)));
     for (uint32_t k = 0; k < r->demand.n; k++) {
         const koila_node again = r->demand.at[k];
         for (uint32_t i = 0; r->is_again[again] && i < sig_of(r, again)->n_inputs; i++)
-            if (is_local(r, again, i))
+            if (may_take(r, again, i))
                 KOILA_TRY(demand(r, input_of(r, again, i)));
     }
     if (r->demand.n > 1)
@@ -619,6 +629,7 @@ static koila_status copy_nodes(rewriter *r)
         if (n > r->how.at)
             KOILA_TRY(append_wanted(r, n));
         KOILA_TRY(append_as(r, n, n > r->how.at, r->first));
+        r->node.at[r->node.n - 1].is_backward = n > r->how.at;
         if (n <= r->how.at)
             KOILA_TRY(append_offloads(r, n));
     }

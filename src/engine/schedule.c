@@ -135,6 +135,7 @@ struct koila__scheduler {
     uint32_t *natural;    /* [node] loop of its level and axis; KOILA_NONE outside loops */
     sig_cost *cost;       /* [signature]: calls repeat, so each is computed once */
     bool *is_expensive;   /* [node] its results are worth keeping */
+    bool *is_start;       /* [node] calls that run again begin with its results */
     bool *is_keepable;    /* [value] */
     bool *is_result;      /* [value] final target */
     bool *is_barrier;     /* [value] some use needs it whole */
@@ -308,6 +309,25 @@ static void find_needed(work_state *w, const koila_value *targets, uint32_t n_ta
     }
 }
 
+/* Calls that run again depend on little, so their level is early. They are wanted late: in the last
+ * loop that is not later than what needs them. */
+static void delay_again(work_state *w)
+{
+    for (uint32_t n = w->n_nodes; n-- > 0;) {
+        if (!w->needed[n] || !w->p->node[n].is_again)
+            continue;
+        uint32_t latest = w->n_levels - 1;
+        for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++)
+            for (const use *u = uses_of(w, v); u; u = next_use_of(w, u)) {
+                const uint32_t until = w->level[u->user] - (w->p->node[n].in_loop && !u->local);
+                if (until < latest)
+                    latest = until;
+            }
+        if (latest > w->level[n])
+            w->level[n] = latest;
+    }
+}
+
 /* Finds level[n], and the values that some use needs whole. */
 static void find_levels(work_state *w)
 {
@@ -332,6 +352,7 @@ static void find_levels(work_state *w)
         if (level + 1 > w->n_levels)
             w->n_levels = level + 1;
     }
+    delay_again(w);
 }
 
 /* The nodes outside loops, by level. */
@@ -384,6 +405,26 @@ static koila_status make_loops(work_state *w)
     return KOILA_OK;
 }
 
+/* What calls that run again begin with is worth keeping: the storages that their inputs from other
+ * calls lie in. */
+static void keep_for_again(work_state *w)
+{
+    for (uint32_t n = 0; n < w->n_nodes; n++) {
+        if (!w->needed[n] || !w->p->node[n].is_again)
+            continue;
+        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end;
+             u++) {
+            koila_node from = u->local && !w->p->node[u->from].is_again ? u->from : KOILA_NONE;
+            while (from != KOILA_NONE && w->aliases[from])
+                from = w->uses[w->span[from].in].from;
+            if (from != KOILA_NONE) {
+                w->is_expensive[from] = true;
+                w->is_start[from] = true;
+            }
+        }
+    }
+}
+
 /* A node is expensive if it is a dense kernel, or if recomputing it from the last values worth
  * keeping takes many passes over memory. The second case spares every loop from running a long
  * chain of cheap operators across many barriers from its beginning. */
@@ -394,6 +435,7 @@ static koila_status find_costs(work_state *w)
     double *chain = koila__arena_array(&w->spare, w->n_nodes, sizeof *chain);
     w->cost = koila__arena_array(&w->tmp, t->sigs.n, sizeof *w->cost);
     TRY_ALLOC(chain && w->cost);
+    keep_for_again(w);
     for (uint32_t n = 0; n < w->n_nodes; n++) {
         const koila_sig_info *s = sig_of(w, n);
         sig_cost *c = &w->cost[w->g->nodes.at[n].sig];
@@ -409,7 +451,7 @@ static koila_status find_costs(work_state *w)
              u++)
             if (u->local)
                 chain[n] += chain[u->from];
-        w->is_expensive[n] =
+        w->is_expensive[n] |=
             c->cost.expensive ||
             (!c->is_view && (chain[n] > KOILA_COST_CHAIN * c->n_bytes || w->keep.cheap));
         if (w->is_expensive[n])
@@ -672,6 +714,10 @@ static bool keeps(const work_state *w, koila_value v, uint32_t j)
         return false;
     const uint32_t u = next_use(w, v, j);
     if (u == KOILA_NONE)
+        return false;
+    if (w->is_start[producer(w, v)])
+        return true;
+    if (w->keep.drops_forward && !w->p->node[producer(w, v)].is_backward)
         return false;
     if (u - j <= w->keep.horizon)
         return true;
@@ -1429,6 +1475,7 @@ static koila_status make_arrays(work_state *w)
     MAKE_FOR_PREPARE(level, N);
     MAKE_FOR_PREPARE(natural, N);
     MAKE(is_expensive, N);
+    MAKE(is_start, N);
     MAKE_FOR_PREPARE(is_keepable, V);
     MAKE(is_result, V);
     MAKE_FOR_PREPARE(is_barrier, V);

@@ -14,7 +14,9 @@ typedef struct koila__keep {
     uint32_t horizon, spacing;
     /* refuse more than this many instructions per needed node; 0: KOILA_COST_MAX_INSTRS */
     uint32_t max_instrs;
-    bool cheap;      /* keep results of cheap operators too: only for tests */
+    bool cheap; /* keep results of cheap operators too: only for tests */
+    /* of the forward pass keep only what calls that run again begin with */
+    bool drops_forward;
     double max_work; /* refuse more work than this; 0: any */
 } koila__keep;
 

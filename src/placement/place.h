@@ -136,10 +136,9 @@ typedef struct koila__placed_node {
     uint8_t joins;
     /* a sum of two terms: absent ones are left out */
     uint8_t sums;
-    /* it has run before, as another node: engine/recompute.c */
-    uint8_t is_again;
-    /* it copies a value to host memory or back, or waits for that: engine/recompute.c */
-    uint8_t offloads;
+    /* engine/recompute.c: it has run before, as another node; it is of the backward pass; it copies
+     * a value to host memory or back, or waits for that */
+    uint8_t is_again, is_backward, offloads;
 } koila__placed_node;
 
 /* Bytes of a value's storage: fixed + per_row * rows of the slice. */

@@ -78,6 +78,43 @@ def step(make, shape, rows, wrap, budget=None):
     return {"loss:loss": plain(loss), **model_state(model)}, peak
 
 
+def document_step(dropout, wrap, budget=None):
+    """As step(), of one sequence through a deep language model, whose tokens may be cut."""
+    torch.manual_seed(1)
+    kw = dict(embd_pdrop=dropout, resid_pdrop=0.0, attn_pdrop=0.0)
+    model = zoo.gpt2(n_positions=128, n_embd=32, n_head=4, n_layer=8, **kw).double().train()
+    ids = torch.randint(0, 31, (1, 128))
+    held = _core.cpu_bytes_current()
+    _core.cpu_bytes_reset_peak()
+    with koila.budget(None if budget is None else held + budget):
+        logits = model(input_ids=wrap(ids)).logits
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+    peak = _core.cpu_bytes_peak() - held
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+    return {"loss:loss": plain(loss), **model_state(model)}, peak, gradients
+
+
+@counted
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_along_another_axis_loops_and_their_barriers_run_again(dropout):
+    expected, whole, gradients = document_step(dropout, lambda x: x)
+    both = []
+    for share in (100, 80, 75, 70, 65, 60):  # of 1,000
+        budget = gradients + (whole - gradients) * share // 1000
+        try:
+            got, peak, _ = document_step(dropout, lazy, budget)
+        except koila.OutOfMemory:
+            break
+        plan = koila.last_plan()
+        assert peak <= budget
+        assert_same(expected, got, 1e-12, f"{share} of 1,000")
+        assert abs(plan.predicted_peak_bytes - plan.base_bytes - peak) <= 0.03 * peak
+        if plan.axis is not None and plan.n_recomputed:
+            both.append(share)
+    assert both or dropout, "nothing was cut along the tokens and computed again"
+
+
 def gradient_bytes(make):
     return sum(p.numel() * p.element_size() for p in make().parameters())
 
