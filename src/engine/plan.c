@@ -173,6 +173,7 @@ typedef struct planning {
     uint32_t dim;           /* as koila_plan_info.dim */
     int64_t unit;           /* as koila_plan_info.unit */
     const uint8_t *seeds;   /* of another axis: koila__along.seeds */
+    bool drops_along;       /* results may be dropped along another axis */
     const uint8_t *adds_on; /* [targets] koila__plan_row(); NULL: none is */
     koila__least other, both;
 } planning;
@@ -1027,8 +1028,7 @@ static koila_status slice_along(const planning *q, const koila__axis *axis, slic
     along.dim = axis->dim;
     along.unit = unit;
     koila_status status = slice(&along, koila__place_cut, out);
-    if (status == KOILA_OK && options.recomputes && options.rows <= 0 &&
-        !fits_and_is_accepted(q, out)) {
+    if (status == KOILA_OK && q->drops_along && !fits_and_is_accepted(q, out)) {
         koila_node turn;
         status = find_turn(q, &turn);
         if (status == KOILA_OK && turn != KOILA_NONE)
@@ -1352,7 +1352,7 @@ static koila_status plan_rows(planning *q)
     return koila__plan_describe(q->plan, q->options);
 }
 
-/* Rows; where these do not fit, another axis; then both. */
+/* Rows; where these do not fit, another axis; then both; then another axis with results dropped. */
 static koila_status plan_axes(planning *q)
 {
     const koila_plan_options *o = q->options;
@@ -1367,7 +1367,10 @@ static koila_status plan_axes(planning *q)
     if (!o->recomputes || !rows_do_not_fit(q))
         return KOILA_OK;
     const koila_status status = plan_both(q);
-    return status == KOILA_OOM || status == KOILA_UNSUPPORTED ? KOILA_OK : status;
+    if (status != KOILA_OK && status != KOILA_OOM && status != KOILA_UNSUPPORTED)
+        return status;
+    q->drops_along = rows_do_not_fit(q);
+    return q->drops_along ? plan_other_axis(q) : KOILA_OK;
 }
 
 static koila_status make_plan(planning *q)
