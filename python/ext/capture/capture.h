@@ -188,9 +188,12 @@ int koila__compact(koila__tape *t);
 koila_value koila__value_of(koila__handle *h);
 /* Makes h's group a leaf of another tape. */
 int koila__move_to(koila__handle *h, koila__tape *to);
-PyObject *koila__concrete(koila__handle *h); /* borrowed real tensor; NULL + error */
-int koila__concrete_many(koila__handle *const *h, uint32_t n);
 void koila__group_written(koila__group *g, koila_value v);
+
+/* ---- concrete.c */
+PyObject *koila__concrete(koila__handle *h); /* borrowed real tensor; NULL + error */
+/* The tensors of n lazy ones, in one run for each tape. -1 + error */
+int koila__concrete_many(koila__handle *const *h, uint32_t n);
 
 /* ---- turn.c */
 /* Until the matching leave no other thread records in `t` or runs it; calls nest. Waits for that,

@@ -1,0 +1,258 @@
+/* drops.c — which results of the forward pass are dropped and computed again, or wait in host
+ * memory, where nothing fits as it was recorded. recompute.c rewrites the step; this tries how much
+ * of it. */
+#include "engine/drops.h"
+
+#include "engine/plan_costs.h"
+#include "engine/recompute.h"
+#include "engine/search.h"
+#include "graph/table.h"
+
+/* Finds the recorded node at which the step as it was recorded holds the most; KOILA_NONE: nothing
+ * runs. */
+koila_status koila__drop_turn(const koila__planning *q, koila_node *turn)
+{
+    koila__way whole = { 0 };
+    *turn = KOILA_NONE;
+    KOILA_TRY(koila__way_room(q, &whole));
+    KOILA_TRY(koila__way_place(q, koila__place_whole, whole.targets, &whole.placed));
+    koila__rows_for(q->graph, 1, whole.rows);
+    const koila_status status = koila__way_keep_all(q, &whole);
+    if (status == KOILA_OK) {
+        const koila_node at = koila__way_peak_node(q, &whole);
+        *turn = at == KOILA_NONE ? at : whole.placed->node[at].recorded;
+        koila__schedule_deinit(&whole.schedule);
+    }
+    koila__placed_free(whole.placed);
+    return status;
+}
+
+/* The last node that comes from the recorded one, or from one before. */
+static koila_node last_from(const koila__placed *p, koila_node recorded)
+{
+    koila_node last = 0;
+    for (koila_node n = 0; n < p->graph->nodes.n; n++)
+        if (p->node[n].recorded <= recorded)
+            last = n;
+    return last;
+}
+
+/* `way` with results dropped, in the fewest slices, under the best of the policies. next->placed
+ * stays NULL where nothing can be dropped, or not scheduled then. */
+static koila_status drop(koila__planning *q, const koila__way *way, koila__recompute how,
+                         const koila__keep *keeps, uint32_t n_keeps, koila__way *next)
+{
+    KOILA_TRY(koila__way_room(q, next));
+    KOILA_TRY(koila__recompute_new(way->placed, way->targets, q->n_targets, how, q->mem,
+                                   &next->placed, next->targets));
+    if (!next->placed)
+        return KOILA_OK;
+    const koila_status status = koila__search_placed(q, keeps, n_keeps, next);
+    if (status == KOILA_OK)
+        return KOILA_OK;
+    koila__placed_free(next->placed);
+    next->placed = NULL;
+    return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
+}
+
+/* Does it fit in slices that are not so thin that calling their operators takes the time? */
+static bool is_quick(const koila__way *way)
+{
+    return way->accepted && way->rows[0] >= KOILA_COST_THIN_SLICE;
+}
+
+/* `way` needs too much with all that its loops hold. So results of the forward pass are dropped and
+ * computed again, barriers included; *way becomes the first that fits, else that of the least peak.
+ * More segments leave more and run less again, down to where one segment holds too much. */
+koila_status koila__drop_along(koila__planning *q, koila_node turn, koila__way *way)
+{
+    static const uint32_t n_segments[] = { 32, 24, 16, 12, 8, 6, 5, 4, 3, 2 };
+    static const koila__keep keeps[] = { { .horizon = UINT32_MAX },
+                                         { .horizon = 1 },
+                                         { .horizon = UINT32_MAX, .drops_forward = true },
+                                         { .horizon = 1, .drops_forward = true } };
+    koila__recompute how = { .at = last_from(way->placed, turn) };
+    koila__way best = { 0 };
+    koila_status status = KOILA_OK;
+    uint32_t n_worse = 0; /* in a row */
+    for (size_t i = 0; i < KOILA_COUNT(n_segments) && !is_quick(&best) && n_worse < 2; i++) {
+        koila__way next = { 0 };
+        how.n_segments = n_segments[i];
+        status = drop(q, way, how, keeps, KOILA_COUNT(keeps), &next);
+        if (status != KOILA_OK)
+            break;
+        const bool is_better = next.placed && (!best.placed || is_quick(&next) ||
+                                               koila__way_is_better(q, &next, &best));
+        if (is_better)
+            koila__way_swap(&best, &next);
+        n_worse = is_better || !best.placed ? 0 : n_worse + 1;
+        koila__way_free(&next);
+    }
+    if (status == KOILA_OK && best.placed && koila__way_is_better(q, &best, way))
+        koila__way_swap(way, &best);
+    koila__way_free(&best);
+    return status;
+}
+
+/* Of the step that is recomputed: with more, what each loop keeps for the next decides the peak. */
+enum { MOST_LOOPS_RECOMPUTED = 4 };
+
+/* What is dropped, least work first. */
+static const koila__recompute ladder[] = {
+    { .n_segments = 2, .keeps_expensive = true },
+    { .n_segments = 8, .keeps_expensive = true },
+    { .n_segments = 32, .keeps_expensive = true },
+    { .n_segments = 2 },
+    { .n_segments = 3 },
+    { .n_segments = 4 },
+    { .n_segments = 6 },
+    { .n_segments = 8 },
+    { .n_segments = 12 },
+    { .n_segments = 16 },
+    { .n_segments = 24 },
+    { .n_segments = 32 },
+};
+
+/* The same with host memory; the order does not matter. */
+static const koila__recompute host_ladder[] = {
+    { .n_segments = 1, .n_offloaded = 2, .ahead = true },
+    { .n_segments = 1, .n_offloaded = 4, .ahead = true },
+    { .n_segments = 1, .n_offloaded = 6, .ahead = true },
+    { .n_segments = 1, .n_offloaded = 8, .ahead = true },
+    { .n_segments = 1, .n_offloaded = 11, .ahead = true },
+    { .n_segments = 1, .n_offloaded = 15, .ahead = true },
+    { .n_segments = 1, .n_offloaded = 15 },
+    { .n_segments = 32, .keeps_expensive = true, .n_offloaded = 4, .ahead = true },
+    { .n_segments = 32, .keeps_expensive = true, .n_offloaded = 8, .ahead = true },
+    { .n_segments = 32, .keeps_expensive = true, .n_offloaded = 11, .ahead = true },
+    { .n_segments = 32, .keeps_expensive = true, .n_offloaded = 15, .ahead = true },
+    { .n_segments = 32, .keeps_expensive = true, .n_offloaded = 15 },
+    { .n_segments = 8, .n_offloaded = 8, .ahead = true },
+    { .n_segments = 8, .n_offloaded = 15, .ahead = true },
+    { .n_segments = 16, .n_offloaded = 15, .ahead = true },
+    { .n_segments = 32, .n_offloaded = 15 },
+};
+
+/* Above this the peak of a rung need not be exact; 0: it must. */
+static uint64_t bound_of_rung(const koila__planning *q, const koila__way *best)
+{
+    const uint64_t budget = q->options->budget_bytes;
+    if (!best->placed)
+        return 0;
+    return best->accepted || best->peak < budget ? budget : best->peak;
+}
+
+/* Does a value go from one loop to another while it waits in host memory? A copy there has no rows
+ * that could be kept. */
+static bool crosses_loops(const koila__way *s)
+{
+    const koila_graph *g = s->placed->graph;
+    for (uint32_t k = 0; k < s->schedule.n_stages; k++) {
+        const koila_stage *st = &s->schedule.stages[k].stage;
+        for (uint32_t i = 0; i < st->n_instrs; i++) {
+            const uint8_t kind = st->instrs[i].kind;
+            if (kind == KOILA_DO_RUN || kind == KOILA_DO_FREE)
+                continue;
+            const koila_node n = g->values.at[st->instrs[i].id].node;
+            if (n != KOILA_NONE && s->placed->node[n].offloads)
+                return true;
+        }
+    }
+    return false;
+}
+
+/* Is it less work than the best way so far, if that fits? */
+static bool is_less_work(const koila__way *s, const koila__way *best)
+{
+    return !best->accepted || s->schedule.work < best->schedule.work;
+}
+
+/* The way `base`, with one of its rungs; out->placed stays NULL where nothing can be dropped, and
+ * out->accepted false where it is no better than *best. */
+static koila_status take_rung(const koila__planning *q, const koila__way *base,
+                              koila__recompute how, const koila__way *best, koila__way *out)
+{
+    *out = (koila__way){ .rows = base->rows };
+    out->targets = koila__arena_array(&q->plan->arena, q->n_targets, sizeof *out->targets);
+    if (!out->targets)
+        return KOILA_NO_MEMORY;
+    KOILA_TRY(koila__recompute_new(base->placed, base->targets, q->n_targets, how, q->mem,
+                                   &out->placed, out->targets));
+    if (!out->placed)
+        return KOILA_OK;
+    const koila_status status = koila__way_keep_all(q, out);
+    if (status != KOILA_OK) {
+        koila__placed_free(out->placed);
+        return status;
+    }
+    out->peak = koila__plan_peak(out->placed, &out->schedule, q->options, out->rows,
+                                 bound_of_rung(q, best));
+    if (how.n_offloaded && crosses_loops(out)) {
+        koila__way_free(out);
+        out->placed = NULL;
+        return KOILA_OK;
+    }
+    out->accepted =
+        out->peak <= q->options->budget_bytes && is_less_work(out, best) &&
+        koila__is_accepted(q, out->placed, &out->schedule, out->targets, out->rows, out->peak);
+    return KOILA_OK;
+}
+
+/* *best becomes the way of that rung, if it is better. */
+static koila_status try_rung(const koila__planning *q, const koila__way *base, koila__recompute how,
+                             koila__way *best)
+{
+    koila__way way;
+    KOILA_TRY(take_rung(q, base, how, best, &way));
+    if (way.placed &&
+        (way.accepted || !best->placed || (!best->accepted && way.peak < best->peak))) {
+        koila__way_swap(best, &way);
+    }
+    koila__way_free(&way);
+    return KOILA_OK;
+}
+
+/* The first rung of `base` that fits; with host memory, the least work of all that fit; else the
+ * one with the least peak, if that is below *best's. */
+static koila_status climb(const koila__planning *q, const koila__way *base, koila_node at,
+                          koila__way *best)
+{
+    const koila_plan_options *o = q->options;
+    for (size_t i = 0; i < KOILA_COUNT(ladder) && (!best->accepted || o->host_price > 0); i++) {
+        koila__recompute how = ladder[i];
+        how.at = at;
+        KOILA_TRY(try_rung(q, base, how, best));
+    }
+    for (size_t i = 0; i < KOILA_COUNT(host_ladder) && o->host_price > 0; i++) {
+        koila__recompute how = host_ladder[i];
+        how.at = at;
+        how.host = (koila__host){ .n_bytes = o->host_bytes,
+                                  .price = o->host_price,
+                                  .device = o->host_device };
+        KOILA_TRY(try_rung(q, base, how, best));
+    }
+    return KOILA_OK;
+}
+
+/* The step placed by `how`, in n_slices slices of one loop or whole, with results dropped. */
+koila_status koila__drop_in_slices(const koila__planning *q, koila__place_fn how, int64_t n_slices,
+                                   koila__way *best)
+{
+    koila__way base = { 0 };
+    KOILA_TRY(koila__way_room(q, &base));
+    KOILA_TRY(koila__way_place(q, how, base.targets, &base.placed));
+    if (q->options->rows > 0)
+        koila__rows_as_forced(q->graph, q->options, base.rows);
+    else
+        koila__rows_for(q->graph, n_slices, base.rows);
+    koila_status status = koila__way_keep_all(q, &base);
+    if (status != KOILA_OK) {
+        koila__placed_free(base.placed);
+        return status;
+    }
+    const koila_node at = koila__way_peak_node(q, &base);
+    if (base.schedule.n_loops <= MOST_LOOPS_RECOMPUTED && at != KOILA_NONE)
+        status = climb(q, &base, at, best);
+    koila__way_free(&base);
+    return status;
+}

@@ -1,0 +1,19 @@
+/* drops.h — ways to run the step with results dropped and computed again. Internal to src/engine.
+ */
+#ifndef KOILA_SRC_DROPS_H
+#define KOILA_SRC_DROPS_H
+
+#include "engine/ways.h"
+
+/* Finds the recorded node at which the step as it was recorded holds the most; KOILA_NONE: nothing
+ * runs. */
+koila_status koila__drop_turn(const koila__planning *q, koila_node *turn);
+/* `way`, along another axis, needs too much. With results dropped it becomes the first that fits,
+ * else that of the least peak; turn: koila__drop_turn(). */
+koila_status koila__drop_along(koila__planning *q, koila_node turn, koila__way *way);
+/* The step placed by `how`, in n_slices slices of one loop or whole, with results dropped: *best
+ * becomes that way where it is better. */
+koila_status koila__drop_in_slices(const koila__planning *q, koila__place_fn how, int64_t n_slices,
+                                   koila__way *best);
+
+#endif

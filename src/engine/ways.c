@@ -1,0 +1,222 @@
+/* ways.c — a way to run the step: placed, scheduled, in slices of some rows. What all choices of
+ * plan.c, search.c and drops.c have in common. */
+#include "engine/ways.h"
+
+#include "engine/both.h"
+#include "engine/live.h"
+#include "graph/table.h"
+
+/* Rows of a slice of every axis when the main one is cut into n. */
+void koila__rows_for(const koila_graph *g, int64_t n_slices, int64_t *rows)
+{
+    for (uint32_t a = 0; a < g->axes.n; a++) {
+        rows[a] = (g->axes.at[a] + n_slices - 1) / n_slices;
+        if (rows[a] < 1)
+            rows[a] = 1;
+    }
+}
+
+/* Rows of a slice of every axis as the options force them. */
+void koila__rows_as_forced(const koila_graph *g, const koila_plan_options *o, int64_t *rows)
+{
+    for (uint32_t a = 0; a < g->axes.n; a++)
+        rows[a] = o->rows < g->axes.at[a] ? o->rows : g->axes.at[a];
+}
+
+/* The axis with the most loop nodes; 0 when nothing is in a loop. */
+uint16_t koila__main_axis(const koila__placed *p)
+{
+    uint32_t best = 0;
+    uint16_t axis = 0;
+    for (uint32_t a = 0; a < p->graph->axes.n; a++) {
+        uint32_t n = 0;
+        for (uint32_t k = 0; k < p->graph->nodes.n; k++)
+            n += p->node[k].in_loop && p->node[k].axis == a;
+        if (n > best) {
+            best = n;
+            axis = (uint16_t)a;
+        }
+    }
+    return axis;
+}
+
+static koila_status map_targets(const koila__placed *p, const koila_value *targets, uint32_t n,
+                                koila_value *out, koila_error *err)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        out[i] = p->lowered[targets[i]];
+        if (out[i] == KOILA_NONE)
+            return koila__fail(err, KOILA_BAD_ARGUMENT, 0, "plan: target %u does not exist",
+                               targets[i]);
+    }
+    return KOILA_OK;
+}
+
+/* Sums of bytes need no check for overflow once this holds. Every value is alive at most once
+ * whole, once in slices, once kept, and once as an accumulator, which is at most twice as wide. */
+static bool bytes_add_up(const koila_graph *g)
+{
+    enum { MOST_TIMES = 6 };
+    uint64_t sum = 0;
+    for (koila_value v = 0; v < g->values.n; v++) {
+        if (g->values.at[v].meta == KOILA_NONE)
+            continue;
+        const koila_meta_info *m = koila__value_meta(g, v);
+        const uint64_t once = m->n_bytes > m->n_storage_bytes ? m->n_bytes : m->n_storage_bytes;
+        uint64_t most;
+        if (!koila__mul(once, MOST_TIMES, &most) || !koila__add(sum, most, &sum) || sum > INT64_MAX)
+            return false;
+    }
+    return true;
+}
+
+koila_status koila__way_place(const koila__planning *q, koila__place_fn how, koila_value *targets,
+                              koila__placed **out)
+{
+    koila__placed *placed = NULL;
+    if (q->seeds)
+        KOILA_TRY(koila__place_along(q->graph, q->seeds, q->targets, q->n_targets, q->mem, &placed,
+                                     q->err));
+    else
+        KOILA_TRY(how(q->graph, q->targets, q->n_targets, q->mem, &placed, q->err));
+    koila_check(koila__placed_check(placed, NULL));
+    koila_status status = map_targets(placed, q->targets, q->n_targets, targets, q->err);
+    if (status == KOILA_OK && !bytes_add_up(placed->graph))
+        status = koila__fail(q->err, KOILA_UNSUPPORTED, 0,
+                             "plan: the sizes of all values add up to more than 64 bits");
+    if (status == KOILA_OK && q->adds_on)
+        status = koila__both_mark(placed, q->adds_on, targets, q->n_targets);
+    if (status == KOILA_OK)
+        *out = placed;
+    else
+        koila__placed_free(placed);
+    return status;
+}
+
+static bool is_copy_to_host(const koila_graph *g, koila_node n)
+{
+    const koila_sig_info *s = koila__node_sig(g, n);
+    return !(koila_op_flags(g->table, s->op) & KOILA_OP_VIEW) &&
+           koila__meta(g->table, s->outputs[0])->device == 0;
+}
+
+static void count_offloaded(koila_plan *p)
+{
+    const koila_graph *g = p->placed->graph;
+    for (koila_node n = 0; n < g->nodes.n; n++) {
+        if (!p->placed->node[n].offloads || !is_copy_to_host(g, n))
+            continue;
+        const koila_value from = g->inputs.at[g->nodes.at[n].first_input];
+        p->info.n_offloaded++;
+        p->info.offloaded_bytes +=
+            koila__live_bytes(p->placed, from, p->rows[p->placed->node[n].axis]);
+    }
+}
+
+/* Sets the facts of a plan that need no simulation; p->rows is set. */
+void koila__plan_set_info(koila_plan *p, const koila__planning *q)
+{
+    const koila_graph *g = p->placed->graph;
+    const koila__schedule *s = &p->schedule;
+    const uint16_t axis = koila__main_axis(p->placed);
+    p->info.struct_size = sizeof p->info;
+    p->info.batch = g->axes.n ? g->axes.at[axis] : 1;
+    p->info.rows = g->axes.n ? p->rows[axis] : 1;
+    p->info.n_slices = koila__n_slices(p->info.batch, p->info.rows);
+    if (p->placed->cut)
+        p->info.n_slices = koila__count_slices(p->placed, axis, p->rows[axis], &p->info.rows);
+    p->info.budget_bytes = q->options->budget_bytes;
+    p->info.n_stages = s->n_stages;
+    p->info.n_loops = s->n_loops;
+    p->info.n_recorded = s->n_needed;
+    p->info.work = s->work;
+    p->info.work_recorded = s->work_recorded;
+    p->info.replay_ratio = s->work_recorded > 0 ? s->work / s->work_recorded : 1;
+    p->info.peak_node = KOILA_NONE;
+    p->info.dim = q->dim;
+    p->info.unit = q->unit;
+    for (koila_node n = 0; n < g->nodes.n; n++)
+        p->info.n_again += p->placed->node[n].is_again;
+    count_offloaded(p);
+}
+
+/* Are forced rows the only limit? Then the plan minimises memory; with a budget it minimises work.
+ */
+bool koila__is_frugal(const koila_plan_options *o)
+{
+    return o->rows > 0 && o->budget_bytes == UINT64_MAX;
+}
+
+/* Does the caller take a plan that fits by its sum? */
+bool koila__is_accepted(const koila__planning *q, koila__placed *placed,
+                        const koila__schedule *schedule, koila_value *targets, int64_t *rows,
+                        uint64_t peak_bytes)
+{
+    if (!q->options->accepts || koila__is_frugal(q->options))
+        return true;
+    koila_plan view = *q->plan; /* borrows everything, during the call */
+    view.placed = placed;
+    view.schedule = *schedule;
+    view.targets = targets;
+    view.rows = rows;
+    koila__plan_set_info(&view, q);
+    view.info.peak_bytes = peak_bytes;
+    return q->options->accepts(q->options->accepts_user, &view);
+}
+
+bool koila__way_fits(const koila__planning *q, const koila__way *s)
+{
+    return s->peak <= q->options->budget_bytes &&
+           (s->accepted || !q->options->accepts || koila__is_frugal(q->options));
+}
+
+/* Is way b along another axis better than a, of which either may not fit? */
+bool koila__way_is_better(const koila__planning *q, const koila__way *b, const koila__way *a)
+{
+    const bool fits_a = koila__way_fits(q, a);
+    const bool fits_b = koila__way_fits(q, b);
+    if (fits_a != fits_b)
+        return fits_b;
+    return fits_a && !koila__is_frugal(q->options) ? b->schedule.work < a->schedule.work
+                                                   : b->peak < a->peak;
+}
+
+void koila__way_swap(koila__way *a, koila__way *b)
+{
+    const koila__way was = *a;
+    *a = *b;
+    *b = was;
+}
+
+void koila__way_free(koila__way *s)
+{
+    if (!s->placed)
+        return;
+    koila__schedule_deinit(&s->schedule);
+    koila__placed_free(s->placed);
+}
+
+/* Room for the targets and rows of *s. */
+koila_status koila__way_room(const koila__planning *q, koila__way *s)
+{
+    koila__arena *arena = &q->plan->arena;
+    s->targets = koila__arena_array(arena, q->n_targets, sizeof *s->targets);
+    s->rows = koila__arena_array(arena, (size_t)q->graph->axes.n + 1, sizeof *s->rows);
+    return s->targets && s->rows ? KOILA_OK : KOILA_NO_MEMORY;
+}
+
+/* Schedules s->placed, keeping all. */
+koila_status koila__way_keep_all(const koila__planning *q, koila__way *s)
+{
+    return koila__schedule_init(&s->schedule, s->placed, s->targets, q->n_targets,
+                                (koila__keep){ .horizon = UINT32_MAX }, q->mem, q->err);
+}
+
+/* The node that runs at the peak of s in s->rows, or KOILA_NONE. */
+koila_node koila__way_peak_node(const koila__planning *q, const koila__way *s)
+{
+    const koila__live_options live = { .rows = s->rows,
+                                       .workspace = q->options->workspace,
+                                       .user = q->options->user };
+    return koila__live_simulate(s->placed, &s->schedule, &live, NULL, NULL, NULL).peak_node;
+}

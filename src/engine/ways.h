@@ -1,0 +1,74 @@
+/* ways.h — the state of planning a step, and a way to run it. Internal to src/engine. */
+#ifndef KOILA_SRC_WAYS_H
+#define KOILA_SRC_WAYS_H
+
+#include "engine/plan_inside.h"
+
+/* The state that the parts of koila_plan_new() share. */
+typedef struct koila__planning {
+    const koila_graph *graph;
+    const koila_value *targets;
+    uint32_t n_targets;
+    const koila_plan_options *options;
+    const koila_allocator *mem;
+    koila_error *err;
+    koila_plan *plan;
+    int64_t largest_axis;
+    bool is_empty;          /* an axis has no rows: nothing to slice */
+    bool whole_fits;        /* one slice fits by its sum of live bytes */
+    bool accepted;          /* the caller takes the plan */
+    uint32_t dim;           /* as koila_plan_info.dim */
+    int64_t unit;           /* as koila_plan_info.unit */
+    const uint8_t *seeds;   /* of another axis: koila__along.seeds */
+    bool drops_along;       /* results may be dropped along another axis */
+    const uint8_t *adds_on; /* [targets] koila__plan_row(); NULL: none is */
+    koila__least other, both;
+} koila__planning;
+
+typedef koila_status (*koila__place_fn)(const koila_graph *, const koila_value *, uint32_t,
+                                        const koila_allocator *, koila__placed **, koila_error *);
+
+/* A way to run the step in slices. */
+typedef struct koila__way {
+    koila__placed *placed;
+    koila__schedule schedule;
+    koila_value *targets;
+    int64_t *rows; /* [axes] */
+    uint64_t peak;
+    bool accepted;
+} koila__way;
+
+/* Room for the targets and rows of *w, in the plan's arena. Expected: NO_MEMORY. */
+koila_status koila__way_room(const koila__planning *q, koila__way *w);
+/* Places with `how`, or along the other axis that is planned; targets[n_targets]: of *out, which is
+ * yours: koila__placed_free(). */
+koila_status koila__way_place(const koila__planning *q, koila__place_fn how, koila_value *targets,
+                              koila__placed **out);
+/* Schedules w->placed, keeping all. */
+koila_status koila__way_keep_all(const koila__planning *q, koila__way *w);
+/* The node that runs at the peak of w in w->rows, or KOILA_NONE. */
+koila_node koila__way_peak_node(const koila__planning *q, const koila__way *w);
+void koila__way_swap(koila__way *a, koila__way *b);
+void koila__way_free(koila__way *w); /* nothing if it is not placed */
+/* Is it within the budget, and taken by the caller? */
+bool koila__way_fits(const koila__planning *q, const koila__way *w);
+/* Is way b better than a, of which either may not fit? By work if both do, else by the peak. */
+bool koila__way_is_better(const koila__planning *q, const koila__way *b, const koila__way *a);
+
+/* Does the caller take a plan that fits by its sum? */
+bool koila__is_accepted(const koila__planning *q, koila__placed *placed,
+                        const koila__schedule *schedule, koila_value *targets, int64_t *rows,
+                        uint64_t peak_bytes);
+/* Are forced rows the only limit? Then the plan minimises memory; with a budget it minimises work.
+ */
+bool koila__is_frugal(const koila_plan_options *o);
+/* Rows of a slice of every axis when the main one is cut into n. */
+void koila__rows_for(const koila_graph *g, int64_t n_slices, int64_t *rows);
+/* Rows of a slice of every axis as the options force them. */
+void koila__rows_as_forced(const koila_graph *g, const koila_plan_options *o, int64_t *rows);
+/* The axis with the most loop nodes; 0 when nothing is in a loop. */
+uint16_t koila__main_axis(const koila__placed *p);
+/* Sets the facts of a plan that need no simulation; p->rows is set. */
+void koila__plan_set_info(koila_plan *p, const koila__planning *q);
+
+#endif
