@@ -37,6 +37,7 @@ ON_CUDA      = FAKECUDA_MEMORY=$(CUDA_MEMORY) FAKECUDA_DEVICES=2
 GPU_VENV    ?= .venv-gpu
 GPU_PY       = $(GPU_VENV)/bin/python
 GPU_REPORT  ?= gpu-report.json
+GPU_OPTIONS ?=
 FAKECUDA     = $(wildcard $(addprefix tests/fakecuda/,build.sh *.py src/* numbers/*))
 
 export OMP_NUM_THREADS = 1

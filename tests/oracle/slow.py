@@ -13,6 +13,7 @@ ways, one claim.
 from __future__ import annotations
 
 import ctypes as C
+import math
 import os
 import subprocess
 import tempfile
@@ -819,35 +820,36 @@ def whole_of(rows, dim, begin, n):
 
 
 def max_pool_rows(x, kernel, stride, padding, dilation, ceil_mode, size, dim, begin, first, n):
-    call = torch.ops.aten.max_pool2d_with_indices
+    call = getattr(torch.ops.aten, f"max_pool{len(kernel)}d_with_indices")
     made = call(whole_of(x, dim, begin, size), kernel, stride, padding, dilation, ceil_mode)
     return [t.narrow(dim, first, n) for t in made]
 
 
 def max_pool_rows_backward(grad, indices, *numbers):
     kernel, stride, padding, dilation, sizes, dim, begin, first, n = numbers
-    like = grad.new_zeros(*grad.shape[:2], *sizes)
-    values = torch.nn.functional.max_pool2d(like, kernel, stride, padding, dilation)
-    if values.shape != grad.shape:
-        grad, indices = (whole_of(t, dim, begin, values.shape[dim]) for t in (grad, indices))
-    call = torch.ops.aten.max_pool2d_with_indices_backward
-    whole = call(grad, like, kernel, stride, padding, dilation, False, indices)
-    return whole.narrow(dim, first, n)
+    n_outer = grad.dim() - len(kernel)
+    whole = grad.new_zeros(*grad.shape[:n_outer], math.prod(sizes))
+    whole.scatter_add_(-1, indices.flatten(n_outer), grad.flatten(n_outer))
+    return whole.unflatten(-1, sizes).narrow(dim, first, n)
 
 
 def avg_pool_rows(x, *numbers):
     *window, dim, begin, first, n = numbers
-    return torch.ops.aten.avg_pool2d(x, *window).narrow(dim, first, n)
+    call = getattr(torch.ops.aten, f"avg_pool{len(window[0])}d")
+    return call(x, *window).narrow(dim, first, n)
 
 
 def avg_pool_rows_backward(grad, *numbers):
     *window, sizes, dim, begin, first, n = numbers
-    like = grad.new_zeros(*grad.shape[:2], *sizes)
-    return torch.ops.aten.avg_pool2d_backward(grad, like, *window).narrow(dim, first, n)
+    like = grad.new_zeros(*grad.shape[: grad.dim() - len(sizes)], *sizes)
+    call = getattr(torch.ops.aten, f"avg_pool{len(sizes)}d_backward")
+    return call(grad, like, *window).narrow(dim, first, n)
 
 
 def resampling(mode, align, scales):
-    name = ["upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d"][mode]
+    linear = ["upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"]
+    n = len(scales)
+    name = [f"upsample_nearest{n}d", f"_upsample_nearest_exact{n}d", linear[n - 1]][mode]
     return name, ([align] if mode == 2 else []) + list(scales)
 
 

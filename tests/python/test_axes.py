@@ -47,7 +47,9 @@ def test_a_step_cut_row_by_row_and_along_another_dimension_is_eager_s(name, samp
     program = step_program(make, lambda: data(samples), loss)
     expected, state = eager(program)
     sizes = (16, 7) if not LONG else (16, 7, 1)
-    tol = 1e-6 if name == "mamba" else 1e-12  # its loss is in float32, which one row rounds its way
+    # mamba's loss is in float32, which one row rounds its way; the gradient of a bias before a
+    # batch norm is nothing but rounding
+    tol = {"mamba": 1e-6, "segmenter": 1e-11}.get(name, 1e-12)
     n = compare_along_other(program, expected, state, tol, sizes=sizes, axes="both")
     assert n == len(sizes)
 
@@ -204,7 +206,6 @@ BOTH = ("gpt2", "llama")
         ("unet3d", 1, 0.5),
         ("unet3d", 2, 0.5),
         ("segmenter", 1, 0.5),
-        ("deep", 1, 0.3),
     ],
 )
 def test_a_sample_that_does_not_fit_trains(name, samples, share):
@@ -227,7 +228,7 @@ def test_a_sample_that_does_not_fit_trains(name, samples, share):
         assert plan.n_recomputed and plan.replay_ratio < 1.4
     assert plan.measured_peak_bytes - plan.base_bytes <= limit
     assert plan.retries == 0
-    assert 0.98 <= plan.predicted_peak_bytes / plan.measured_peak_bytes <= 1.02
+    assert 0.995 <= plan.predicted_peak_bytes / plan.measured_peak_bytes <= 1.02
     for k, e in expected.items():
         if k.startswith("value:buffer"):
             continue  # the steps before this one have moved running statistics too
