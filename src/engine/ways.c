@@ -159,6 +159,7 @@ bool koila__is_accepted(const koila__planning *q, koila__placed *placed,
     view.schedule = *schedule;
     view.targets = targets;
     view.rows = rows;
+    view.info = (koila_plan_info){ 0 }; /* not of the plan so far */
     koila__plan_set_info(&view, q);
     view.info.peak_bytes = peak_bytes;
     return q->options->accepts(q->options->accepts_user, &view);
