@@ -66,6 +66,12 @@ PUBLIC = {
 # Headers inside a room that only the named files may include; no family of rules sees another.
 PRIVATE = {
     "placement/placer.h": {"src/placement/place.c", "src/placement/rewrite.c"},
+    "engine/schedule_state.h": {
+        "src/engine/schedule.c",
+        "src/engine/loops.c",
+        "src/engine/policy.c",
+        "src/engine/emit.c",
+    },
 }
 FOREIGN = re.compile(r"(Python\.h|torch/|ATen/|c10/)")
 INCLUDE = re.compile(r'\s*#\s*include\s+([<"])([^>"]+)[>"]')

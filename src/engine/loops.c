@@ -1,0 +1,598 @@
+/* loops.c — the loops of a step: what is needed, in which loop it can run first, and which loop
+ * makes each result.
+ *
+ * A result that no later loop needs goes to the loop where it adds the least work. So all gradients
+ * and the loss of an ordinary step share the last loop, while a weight gradient in a net of
+ * barriers (BatchNorm) is made in the loop that has its inputs.
+ *
+ * A sharded value that an earlier loop made whole is sliced from the whole one and never
+ * recomputed. So the demand search stops there, as it does at kept pieces. */
+#include "engine/schedule_state.h"
+
+#include "engine/plan_costs.h"
+#include "graph/table.h"
+
+/* Does input i of node n read the local value (made by another node of the same loop)? If not, it
+ * reads the whole value or a slice of it. */
+static bool find_local(const work_state *w, koila_node n, uint32_t i, koila_value v)
+{
+    if (!w->p->node[n].in_loop || !made_in_loop(w, v) ||
+        w->p->node[producer(w, v)].axis != w->p->node[n].axis)
+        return false;
+    const koila_placement need = need_of(w, n, i);
+    return need.kind == KOILA_R ? w->p->value[v].kind == KOILA_R
+                                : koila__placement_equal(need, w->p->value[v]);
+}
+
+/* ---- what is needed, and at which level */
+
+/* Do n's fresh results share their first input's storage? */
+static bool aliases_input(const work_state *w, koila_node n, const koila_sig_info *s)
+{
+    if (!s->n_inputs)
+        return false;
+    for (const koila__fix *f = w->p->node[n].fix;
+         f < w->p->node[n].fix + KOILA__MAX_FIXES && f->kind; f++)
+        if (f->kind == KOILA__FIX_ALIAS)
+            return true;
+    return maybe_alias(w->g->table, s->op);
+}
+
+static void find_needed(work_state *w, const koila_value *targets, uint32_t n_targets)
+{
+    for (uint32_t i = 0; i < n_targets; i++) {
+        w->is_result[targets[i]] = true;
+        if (producer(w, targets[i]) != KOILA_NONE)
+            w->needed[producer(w, targets[i])] = true;
+    }
+    for (uint32_t n = w->n_nodes; n-- > 0;) { /* uses in recorded order: built back to front */
+        const koila_sig_info *sig = sig_of(w, n);
+        const koila_node_info *info = &w->g->nodes.at[n];
+        w->span[n] = (span){ info->first_input, info->first_input + sig->n_inputs,
+                             info->first_output, info->first_output + sig->n_outputs };
+        for (uint32_t i = sig->n_inputs; i-- > 0;) {
+            const koila_value v = w->g->inputs.at[info->first_input + i];
+            use *u = &w->uses[info->first_input + i];
+            *u = (use){ v, producer(w, v), n, KOILA_NONE,
+                        .reads = !sig->n_writes || koila__reads(sig, i) };
+            u->local = u->reads && find_local(w, n, i, v);
+            u->is_whole = !u->local && need_of(w, n, i).kind == KOILA_R;
+            if (!w->needed[n] || !u->reads)
+                continue;
+            if (u->from != KOILA_NONE)
+                w->needed[u->from] = true;
+            u->next = w->first_use[v];
+            w->first_use[v] = info->first_input + i;
+        }
+        if (!w->needed[n])
+            continue;
+        w->aliases[n] = aliases_input(w, n, sig);
+        w->is_mere_view[n] = sig->n_inputs == 1 && !sig->n_writes &&
+                             koila_op_flags(w->g->table, sig->op) & KOILA_OP_VIEW;
+        if (w->is_mere_view[n] && w->uses[info->first_input].from != KOILA_NONE)
+            w->is_viewed[w->uses[info->first_input].from] = true;
+    }
+}
+
+/* Calls that run again depend on little, so their level is early. They are wanted late: in the last
+ * loop that is not later than what needs them. */
+static void delay_again(work_state *w)
+{
+    for (uint32_t n = w->n_nodes; n-- > 0;) {
+        if (!w->needed[n] || !w->p->node[n].is_again)
+            continue;
+        uint32_t latest = w->n_levels - 1;
+        for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++)
+            for (const use *u = uses_of(w, v); u; u = next_use_of(w, u)) {
+                const uint32_t until = w->level[u->user] - (w->p->node[n].in_loop && !u->local);
+                if (until < latest)
+                    latest = until;
+            }
+        if (latest > w->level[n])
+            w->level[n] = latest;
+    }
+}
+
+/* Finds level[n], and the values that some use needs whole. */
+static void find_levels(work_state *w)
+{
+    w->n_levels = 1;
+    for (uint32_t n = 0; n < w->n_nodes; n++) {
+        if (!w->needed[n])
+            continue;
+        uint32_t level = 0;
+        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end;
+             u++) {
+            if (u->from == KOILA_NONE || !u->reads)
+                continue;
+            uint32_t l = w->level[u->from];
+            if (w->p->node[u->from].in_loop && !u->local) {
+                l += 1;
+                w->is_barrier[u->value] = true;
+            }
+            if (l > level)
+                level = l;
+        }
+        w->level[n] = level;
+        if (level + 1 > w->n_levels)
+            w->n_levels = level + 1;
+    }
+    delay_again(w);
+}
+
+/* The nodes outside loops, by level. */
+static koila_status chain_whole_nodes(work_state *w)
+{
+    w->whole_of_level = koila__arena_array(&w->tmp, w->n_levels, sizeof *w->whole_of_level);
+    TRY_ALLOC(w->whole_of_level);
+    memset(w->whole_of_level, 0xff, w->n_levels * sizeof *w->whole_of_level);
+    for (uint32_t n = w->n_nodes; n-- > 0;) {
+        if (!w->needed[n] || w->p->node[n].in_loop)
+            continue;
+        w->whole_next[n] = w->whole_of_level[w->level[n]];
+        w->whole_of_level[w->level[n]] = n;
+    }
+    return KOILA_OK;
+}
+
+/* A loop for each level and axis that has a node, in the order of levels. */
+static koila_status make_loops(work_state *w)
+{
+    const uint32_t n_axes = w->g->axes.n ? w->g->axes.n : 1;
+    const uint64_t n_slots = (uint64_t)w->n_levels * n_axes;
+    uint32_t *loop_of = koila__arena_array(&w->spare, n_slots, sizeof *loop_of);
+    TRY_ALLOC(loop_of);
+#define SLOT(n) ((uint64_t)w->level[n] * n_axes + w->p->node[n].axis)
+    for (uint32_t n = 0; n < w->n_nodes; n++)
+        if (w->needed[n] && w->p->node[n].in_loop)
+            loop_of[SLOT(n)] = 1;
+    for (uint64_t i = 0; i < n_slots; i++)
+        w->n_loops += loop_of[i];
+    if (w->n_loops > KOILA_COST_MAX_LOOPS)
+        return KOILA_UNSUPPORTED;
+    w->loops = koila__arena_array(&w->tmp, w->n_loops, sizeof *w->loops);
+    w->target_first = koila__arena_array(&w->tmp, w->n_loops, sizeof *w->target_first);
+    w->kept_first = koila__arena_array(&w->tmp, w->n_loops, sizeof *w->kept_first);
+    TRY_ALLOC(w->loops && w->target_first && w->kept_first);
+    memset(w->target_first, 0xff, w->n_loops * sizeof *w->target_first);
+    memset(w->kept_first, 0xff, w->n_loops * sizeof *w->kept_first);
+    uint32_t next = 0;
+    for (uint64_t i = 0; i < n_slots; i++) {
+        if (!loop_of[i])
+            continue;
+        w->loops[next] = (loop_info){ (uint32_t)(i / n_axes), (uint16_t)(i % n_axes) };
+        loop_of[i] = next++;
+    }
+    koila_assert(next == w->n_loops);
+    for (uint32_t n = 0; n < w->n_nodes; n++)
+        w->natural[n] = w->needed[n] && w->p->node[n].in_loop ? loop_of[SLOT(n)] : KOILA_NONE;
+#undef SLOT
+    return KOILA_OK;
+}
+
+/* What calls that run again begin with is worth keeping: the storages that their inputs from other
+ * calls lie in. */
+static void keep_for_again(work_state *w)
+{
+    for (uint32_t n = 0; n < w->n_nodes; n++) {
+        if (!w->needed[n] || !w->p->node[n].is_again)
+            continue;
+        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end;
+             u++) {
+            koila_node from = u->local && !w->p->node[u->from].is_again ? u->from : KOILA_NONE;
+            while (from != KOILA_NONE && w->aliases[from])
+                from = w->uses[w->span[from].in].from;
+            if (from != KOILA_NONE) {
+                w->is_expensive[from] = true;
+                w->is_start[from] = true;
+            }
+        }
+    }
+}
+
+/* A node is expensive if it is a dense kernel, or if recomputing it from the last values worth
+ * keeping takes many passes over memory. The second case spares every loop from running a long
+ * chain of cheap operators across many barriers from its beginning. */
+static koila_status find_costs(work_state *w)
+{
+    const koila_table *t = w->g->table;
+    /* work from values worth keeping to this node, counted as a tree */
+    double *chain = koila__arena_array(&w->spare, w->n_nodes, sizeof *chain);
+    w->cost = koila__arena_array(&w->tmp, t->sigs.n, sizeof *w->cost);
+    TRY_ALLOC(chain && w->cost);
+    keep_for_again(w);
+    for (uint32_t n = 0; n < w->n_nodes; n++) {
+        const koila_sig_info *s = sig_of(w, n);
+        sig_cost *c = &w->cost[w->g->nodes.at[n].sig];
+        if (!c->known) {
+            *c = (sig_cost){ koila__cost_of(t, s), 0, true,
+                             koila_op_flags(t, s->op) & KOILA_OP_VIEW };
+            for (uint32_t o = 0; o < s->n_outputs; o++)
+                if (s->outputs[o] != KOILA_NONE)
+                    c->n_bytes += (double)koila__meta(t, s->outputs[o])->n_bytes;
+        }
+        chain[n] = c->cost.work;
+        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end;
+             u++)
+            if (u->local)
+                chain[n] += chain[u->from];
+        w->is_expensive[n] |=
+            c->cost.expensive ||
+            (!c->is_view && (chain[n] > KOILA_COST_CHAIN * c->n_bytes || w->keep.cheap));
+        if (w->is_expensive[n])
+            chain[n] = 0;
+    }
+    return KOILA_OK;
+}
+
+/* ---- which loop makes what */
+
+/* Adds `bits` of word `word` to *set. *before: a cell known to be in front of it, or KOILA_NONE; is
+ * advanced. */
+static void add_bits(work_state *w, loop_set *set, uint32_t *before, uint32_t word, uint64_t bits)
+{
+    uint32_t next = *before == KOILA_NONE ? *set : w->cells.at[*before].next;
+    while (next != KOILA_NONE && w->cells.at[next].word < word) {
+        *before = next;
+        next = w->cells.at[next].next;
+    }
+    if (next != KOILA_NONE && w->cells.at[next].word == word) {
+        w->cells.at[next].bits |= bits;
+        return;
+    }
+    const uint32_t fresh = w->cells.n;
+    if (!koila__vec_push(&w->mem, &w->cells, ((cell){ bits, word, next }))) {
+        w->no_memory = true;
+        return;
+    }
+    if (*before == KOILA_NONE)
+        *set = fresh;
+    else
+        w->cells.at[*before].next = fresh;
+}
+static void add_loop(work_state *w, loop_set *set, uint32_t j)
+{
+    uint32_t before = KOILA_NONE;
+    add_bits(w, set, &before, j >> 6, (uint64_t)1 << (j & 63));
+}
+
+static bool runs_in(const work_state *w, koila_node n, uint32_t j)
+{
+    for (uint32_t at = w->exec[n]; at != KOILA_NONE && w->cells.at[at].word <= j >> 6;
+         at = w->cells.at[at].next)
+        if (w->cells.at[at].word == j >> 6)
+            return w->cells.at[at].bits >> (j & 63) & 1;
+    return false;
+}
+
+/* Values that may be kept at all: sliced results of expensive operators. */
+static void find_keepable(work_state *w)
+{
+    for (uint32_t v = 0; v < w->n_values; v++) {
+        const koila_node n = producer(w, v);
+        w->is_keepable[v] =
+            n != KOILA_NONE && w->is_expensive[n] && exists(w, v) &&
+            w->p->value[v].kind == KOILA_S &&
+            !(koila_op_flags(w->g->table, sig_of(w, n)->op) & (KOILA_OP_OPAQUE | KOILA_OP_VIEW));
+    }
+}
+
+/* home[n]: the first loop that runs n, whatever is kept. It makes one of n's results whole, or is
+ * the home of a consumer. */
+static void find_homes(work_state *w)
+{
+    for (uint32_t n = w->n_nodes; n-- > 0;) {
+        w->home[n] = KOILA_NONE;
+        if (!w->needed[n] || !w->p->node[n].in_loop)
+            continue;
+        for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++) {
+            if (w->made_whole[v] < w->home[n])
+                w->home[n] = w->made_whole[v];
+            for (const use *u = uses_of(w, v); u; u = next_use_of(w, u))
+                if (u->local && w->home[u->user] < w->home[n])
+                    w->home[n] = w->home[u->user];
+        }
+    }
+}
+
+/* The work that making v adds to loop j, if everything worth keeping is kept from the loops before.
+ * With `add` the loop then runs it. Negative when it exceeds `limit`. */
+static double demand(work_state *w, koila_value v, uint32_t j, bool add, double limit)
+{
+    double work = 0;
+    uint32_t top = 0;
+    w->epoch++;
+#define VISIT(node_)                                                                               \
+    do {                                                                                           \
+        const koila_node q_ = (node_);                                                             \
+        if (w->mark[q_] != w->epoch && !runs_in(w, q_, j)) {                                       \
+            w->mark[q_] = w->epoch;                                                                \
+            w->stack[top++] = q_;                                                                  \
+        }                                                                                          \
+    } while (0)
+    VISIT(producer(w, v));
+    while (top) {
+        const koila_node n = w->stack[--top];
+        work += work_of(w, n) + 1; /* + 1: a view costs a little too */
+        if (!add && work > limit)
+            return -1;
+        if (add) {
+            add_loop(w, &w->exec[n], j);
+            if (j < w->home[n])
+                w->home[n] = j;
+        }
+        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end;
+             u++) {
+            if (!u->local || sliced_in(w, u->value, j))
+                continue;
+            if (w->home[u->from] < j && w->is_keepable[u->value])
+                continue;
+            VISIT(u->from);
+        }
+    }
+#undef VISIT
+    return work;
+}
+
+/* The first loop from `first` on, of n's axis, that runs n; KOILA_NONE when there is none. */
+static uint32_t first_with(const work_state *w, koila_node n, uint32_t first)
+{
+    uint32_t j = next_loop(w, w->exec[n], first);
+    while (j != KOILA_NONE && w->loops[j].axis != w->p->node[n].axis)
+        j = next_loop(w, w->exec[n], j + 1);
+    return j;
+}
+
+/* The loop for result v, which no loop waits for: the first that runs its producer anyway; else,
+ * among its own loop, the first that runs all its inputs, and the last loops, the one where v adds
+ * the least work. The choices are evaluated under a limit that doubles, so an evaluation costs
+ * about as much as the work it finds; that work is then scheduled, so the total is linear. */
+static uint32_t best_loop(work_state *w, koila_value v)
+{
+    const koila_node n = producer(w, v);
+    const uint32_t first = w->natural[n];
+    const uint32_t there = first_with(w, n, first);
+    if (there != KOILA_NONE)
+        return there;
+    uint32_t choice[5], n_choices = 0, inputs = first;
+    for (uint32_t j = w->n_loops; j-- > first && n_choices < 3 && w->n_loops - j <= 3;)
+        if (j != first && w->loops[j].axis == w->p->node[n].axis)
+            choice[n_choices++] = j;
+    for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end;
+         u < end && inputs != KOILA_NONE; u++)
+        if (u->local)
+            inputs = first_with(w, u->from, inputs);
+    if (inputs != KOILA_NONE && inputs != first)
+        choice[n_choices++] = inputs;
+    choice[n_choices++] = first;
+    for (double limit = 2 * (work_of(w, n) + 1); n_choices > 1; limit *= 2) {
+        uint32_t best = KOILA_NONE;
+        double best_work = 0;
+        for (uint32_t k = n_choices; k-- > 0;) { /* among equals the earliest loop */
+            const double work = demand(w, v, choice[k], false, limit);
+            if (work >= 0 && (best == KOILA_NONE || work < best_work)) {
+                best = choice[k];
+                best_work = work;
+            }
+        }
+        if (best != KOILA_NONE)
+            return best;
+    }
+    return first;
+}
+
+static void assign_targets(work_state *w)
+{
+    for (uint32_t v = 0; v < w->n_values; v++)
+        w->made_whole[v] = w->is_barrier[v] ? w->natural[producer(w, v)] : KOILA_NONE;
+    find_homes(w);
+    for (uint32_t v = 0; v < w->n_values; v++)
+        if (w->is_barrier[v])
+            demand(w, v, w->made_whole[v], true, 0);
+    /* late results first: they decide which loops run the earlier ones */
+    for (uint32_t v = w->n_values; v-- > 0;) {
+        if (!w->is_result[v] || w->is_barrier[v] || !made_in_loop(w, v))
+            continue;
+        const uint32_t j = best_loop(w, v);
+        demand(w, v, j, true, 0);
+        w->made_whole[v] = j;
+    }
+    for (uint32_t v = w->n_values; v-- > 0;) {
+        if (w->made_whole[v] == KOILA_NONE)
+            continue;
+        w->target_next[v] = w->target_first[w->made_whole[v]];
+        w->target_first[w->made_whole[v]] = v;
+    }
+    find_homes(w);
+}
+
+/* Adds the loops in which consumers read v locally, if consumers run in their exec loops. */
+static void add_uses(work_state *w, koila_value v, loop_set *out)
+{
+    /* after that it is sliced */
+    const uint32_t end = w->p->value[v].kind == KOILA_S && w->made_whole[v] != KOILA_NONE
+                             ? w->made_whole[v] + 1
+                             : w->n_loops;
+    for (const use *u = uses_of(w, v); u; u = next_use_of(w, u)) {
+        if (w->home[u->user] == KOILA_NONE || !u->local)
+            continue;
+        uint32_t before = KOILA_NONE;
+        for (uint32_t at = w->exec[u->user]; at != KOILA_NONE && w->cells.at[at].word * 64 < end;
+             at = w->cells.at[at].next) {
+            const cell c = w->cells.at[at];
+            const uint64_t bits = end - c.word * 64 >= 64
+                                      ? c.bits
+                                      : c.bits & (((uint64_t)1 << (end - c.word * 64)) - 1);
+            if (bits)
+                add_bits(w, out, &before, c.word, bits);
+        }
+    }
+}
+
+/* exec[n]: the loops that run n when results of expensive nodes are always kept and all others are
+ * recomputed where needed. */
+static koila_status find_exec(work_state *w)
+{
+    memset(w->exec, 0xff, (size_t)w->n_nodes * sizeof *w->exec);
+    w->cells.n = 0;
+    for (uint32_t n = w->n_nodes; n-- > 0;) {
+        if (!w->needed[n] || w->home[n] == KOILA_NONE)
+            continue;
+        add_loop(w, &w->exec[n], w->home[n]);
+        for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++) {
+            if (!exists(w, v))
+                continue;
+            if (w->made_whole[v] != KOILA_NONE)
+                add_loop(w, &w->exec[n], w->made_whole[v]);
+            add_uses(w, v, w->is_keepable[v] ? &w->use[v] : &w->exec[n]);
+        }
+    }
+    return w->no_memory ? KOILA_NO_MEMORY : KOILA_OK;
+}
+
+/* ---- whole values */
+
+/* The last loop that can run needed node n, whatever is kept: it may be recomputed up to the last
+ * loop that (transitively) needs it. KOILA_NONE: no loop runs it. */
+static uint32_t find_last_run(const work_state *w, koila_node n)
+{
+    uint32_t last = w->home[n];
+    if (last == KOILA_NONE)
+        return KOILA_NONE;
+    for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++) {
+        if (w->made_whole[v] != KOILA_NONE && w->made_whole[v] > last)
+            last = w->made_whole[v];
+        for (const use *u = uses_of(w, v); u; u = next_use_of(w, u)) {
+            uint32_t l = w->last_run[u->user];
+            if (l == KOILA_NONE || !u->local)
+                continue;
+            if (sliced_in(w, v, l)) /* from there on it is sliced */
+                l = w->made_whole[v];
+            if (l > last)
+                last = l;
+        }
+    }
+    koila_assert(last < w->n_loops);
+    return last;
+}
+
+/* Node n of `stage` may read whole values: updates whole_until. */
+static void see_readers(work_state *w, koila_node n, uint32_t stage)
+{
+    for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++) {
+        const koila_value v = u->value;
+        if (u->from == KOILA_NONE || !u->reads || (u->local && !sliced_in(w, v, w->last_run[n])))
+            continue;
+        if (w->whole_until[v] == KOILA_NONE || w->whole_until[v] < stage)
+            w->whole_until[v] = stage;
+    }
+}
+
+/* The last stage that can read whole v. Stages are numbered as they will be emitted: the whole
+ * stage of a level, then its loops. */
+static koila_status find_whole_until(work_state *w)
+{
+    uint32_t *whole_stage = koila__arena_array(&w->spare, w->n_levels, sizeof *whole_stage);
+    uint32_t *loop_stage = koila__arena_array(&w->spare, w->n_loops, sizeof *loop_stage);
+    const uint32_t n_stages = w->n_levels + w->n_loops;
+    w->ending_first = koila__arena_array(&w->tmp, n_stages, sizeof *w->ending_first);
+    TRY_ALLOC(whole_stage && loop_stage && w->ending_first);
+    for (uint32_t level = 0, j = 0, stage = 0; level < w->n_levels; level++) {
+        whole_stage[level] = stage++;
+        for (; j < w->n_loops && w->loops[j].level == level; j++)
+            loop_stage[j] = stage++;
+    }
+    for (uint32_t v = 0; v < w->n_values; v++)
+        w->whole_until[v] = KOILA_NONE;
+    for (uint32_t n = w->n_nodes; n-- > 0;) {
+        w->last_run[n] = KOILA_NONE;
+        if (!w->needed[n])
+            continue;
+        if (!w->p->node[n].in_loop) {
+            see_readers(w, n, whole_stage[w->level[n]]);
+            continue;
+        }
+        w->last_run[n] = find_last_run(w, n);
+        if (w->last_run[n] != KOILA_NONE)
+            see_readers(w, n, loop_stage[w->last_run[n]]);
+    }
+    return KOILA_OK;
+}
+
+/* ---- all of it */
+
+/* Makes the arrays of fixed size. They are zeroed, except chains, which are empty, and arrays that
+ * koila__forget_demand() and forget_emission() set before their first use. */
+static koila_status make_arrays(work_state *w)
+{
+    const uint32_t N = w->n_nodes + 1;
+    const uint32_t V = w->n_values + 1;
+    const uint32_t I = w->g->inputs.n + 1;
+#define MAKE_IN(arena, field, n)                                                                   \
+    TRY_ALLOC(w->field = koila__arena_array(&w->arena, (n), sizeof *w->field))
+#define MAKE(field, n) MAKE_IN(tmp, field, n)
+#define MAKE_UNSET(field, n)                                                                       \
+    TRY_ALLOC(w->field = koila__arena_room(&w->tmp, (size_t)(n) * sizeof *w->field))
+#define MAKE_FOR_PREPARE(field, n) MAKE_IN(spare, field, n) /* until koila__loops_find() ends */
+    MAKE(needed, N);
+    MAKE_FOR_PREPARE(level, N);
+    MAKE_FOR_PREPARE(natural, N);
+    MAKE(is_expensive, N);
+    MAKE(is_start, N);
+    MAKE_FOR_PREPARE(is_keepable, V);
+    MAKE(is_result, V);
+    MAKE_FOR_PREPARE(is_barrier, V);
+    MAKE(made_whole, V);
+    MAKE(span, N);
+    MAKE(uses, I);
+    MAKE_UNSET(first_use, V);
+    MAKE(is_viewed, N);
+    MAKE(is_mere_view, N);
+    MAKE(aliases, N);
+    MAKE(home, N);
+    MAKE_FOR_PREPARE(exec, N);
+    MAKE_UNSET(use, V);
+    MAKE_UNSET(kept, V);
+    MAKE(kept_next, V);
+    MAKE_UNSET(given_up, V);
+    MAKE_UNSET(in_loop, N);
+    MAKE_UNSET(order_bits, N / 64 + 1);
+    MAKE(stack, N);
+    MAKE(mark, N);
+    MAKE(whole_next, N);
+    MAKE(target_next, V);
+    MAKE(ending_next, V);
+    MAKE_UNSET(last_use, V);
+    MAKE_FOR_PREPARE(last_run, N);
+    MAKE_UNSET(sliced, V);
+    MAKE(whole_until, V);
+    MAKE_UNSET(whole_seen, V);
+    MAKE_UNSET(whole_last, V);
+    MAKE_UNSET(whole, V);
+    MAKE_UNSET(slice, V);
+    memset(w->first_use, 0xff, V * sizeof *w->first_use);
+    memset(w->exec, 0xff, N * sizeof *w->exec);
+    memset(w->use, 0xff, V * sizeof *w->use);
+    return KOILA_OK;
+}
+
+koila_status koila__loops_find(work_state *w, const koila_value *targets, uint32_t n_targets)
+{
+    if (w->n_values >= KOILA__EVENT_VALUES || w->n_nodes >= KOILA__EVENT_VALUES)
+        return KOILA_UNSUPPORTED;
+    KOILA_TRY(make_arrays(w));
+    find_needed(w, targets, n_targets);
+    KOILA_TRY(find_costs(w));
+    find_keepable(w);
+    find_levels(w);
+    KOILA_TRY(chain_whole_nodes(w));
+    KOILA_TRY(make_loops(w));
+    assign_targets(w);
+    KOILA_TRY(find_exec(w));
+    KOILA_TRY(find_whole_until(w));
+    /* scratch memory of the preparation: the first schedule reuses it */
+    koila__arena_empty(&w->spare);
+    w->level = w->natural = w->exec = w->last_run = NULL;
+    w->is_barrier = w->is_keepable = NULL;
+    return KOILA_OK;
+}
