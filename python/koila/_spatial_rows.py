@@ -41,6 +41,27 @@ def _extent(weight: torch.Tensor, dilation: list[int], dim: int) -> int:
     return (weight.shape[dim] - 1) * dilation[dim - _BATCH_AND_CHANNELS] + 1
 
 
+def _turned(
+    weight: torch.Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    output_padding: list[int],
+    groups: int,
+    dim: int,
+) -> tuple[torch.Tensor, list[int]] | None:
+    """Weight and padding of the convolution that a transposed one of stride 1 is. Of some rows it
+    makes no others beside."""
+    axis = dim - _BATCH_AND_CHANNELS
+    around = [(k - 1) * d - p for k, d, p in zip(weight.shape[2:], dilation, padding)]
+    around[axis] = 0
+    if any(s != 1 for s in stride) or any(_without(output_padding, dim)) or min(around) < 0:
+        return None
+    by_group = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+    turned = by_group.flip(list(range(_BATCH_AND_CHANNELS, weight.dim())))
+    return turned.contiguous(), around
+
+
 def conv_rows(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -63,6 +84,14 @@ def conv_rows(
         seen = _rows(x, dim, begin, begin + (n - 1) * step + extent)
         return aten.convolution(
             seen, weight, bias, stride, inner, dilation, False, output_padding, groups
+        )
+    turned = _turned(weight, stride, padding, dilation, output_padding, groups, dim)
+    if turned is not None:
+        begin = first + pad - extent + 1
+        seen = _rows(x, dim, begin, begin + n - 1 + extent)
+        none = [0] * len(stride)
+        return aten.convolution(
+            seen, turned[0], bias, stride, turned[1], dilation, False, none, groups
         )
     # row i of the input makes the rows i * step - pad .. i * step - pad + extent
     low = max(0, -((extent - 1 - first - pad) // step))
@@ -357,6 +386,12 @@ def _others(sizes: list[int], made: list[int], axis: int) -> bool:
     return any(a != b for d, (a, b) in enumerate(zip(sizes, made)) if d != axis)
 
 
+def _options(mode: int, align: bool, axis: int, scales: tuple[float | None, ...]) -> list[Any]:
+    """The last arguments of an operator that resamples the other dimensions."""
+    kept = [None if d == axis else s for d, s in enumerate(scales)]
+    return [align, *kept] if mode == _LINEAR else kept
+
+
 def _with(numbers: list[int], axis: int, n: int) -> list[int]:
     return [n if d == axis else s for d, s in enumerate(numbers)]
 
@@ -387,9 +422,8 @@ def resample_rows(
         second = x.index_select(dim, rows.high[some] - begin)
         y = (wide * (1 - share)).addcmul_(second.to(wide.dtype), share)
     if _others(sizes, made, axis):
-        kept = [None if d == axis else s for d, s in enumerate(scales)]
-        options = [align] if mode == _LINEAR else []
-        y = _operator(mode, len(sizes))(y, _with(made, axis, n), *options, *kept)
+        options = _options(mode, align, axis, scales)
+        y = _operator(mode, len(sizes))(y, _with(made, axis, n), *options)
     return _alike(y.to(x.dtype), x)
 
 
@@ -413,11 +447,10 @@ def resample_rows_backward(
     gx = torch.zeros([*outer, *_with(sizes, axis, n)], dtype=wide, device=grad.device)
     g = grad.narrow(dim, low - begin, high - low).to(wide)
     if _others(sizes, made, axis) and low < high:
-        kept = [None if d == axis else s for d, s in enumerate(scales)]
-        options = [align] if mode == _LINEAR else []
+        options = _options(mode, align, axis, scales)
         before = [*outer, *_with(sizes, axis, high - low)]
         after = _with(made, axis, high - low)
-        g = _operator(mode, len(sizes), "_backward")(g, after, before, *options, *kept)
+        g = _operator(mode, len(sizes), "_backward")(g, after, before, *options)
     for index, numbers, is_second in ((rows.low, rows.lows, False), (rows.high, rows.highs, True)):
         begin_of = bisect.bisect_left(numbers, first)
         end_of = bisect.bisect_left(numbers, first + n)

@@ -176,7 +176,7 @@ def needs(model, data, loss):
 
 
 # which need rows and tokens cut at once, with two samples
-BOTH = ("gpt2", "llama")
+BOTH = ("gpt2", "llama", "unet3d")
 
 
 @counted
@@ -204,8 +204,11 @@ BOTH = ("gpt2", "llama")
         ("unet2d", 1, 0.5),
         ("unet2d", 1, 0.3),
         ("unet3d", 1, 0.5),
+        ("unet3d", 1, 0.3),
         ("unet3d", 2, 0.5),
+        ("unet3d", 2, 0.3),
         ("segmenter", 1, 0.5),
+        ("segmenter", 1, 0.3),
     ],
 )
 def test_a_sample_that_does_not_fit_trains(name, samples, share):

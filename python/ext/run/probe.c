@@ -12,8 +12,10 @@
  * thought longer.
  *
  * Attention that is cut along its queries makes parts of its results inside, the more the later the
- * queries: the last slice of the plan is run on zeros. So is a slice between others of all such
- * calls, and of koila's own, of a plan that cuts another axis than the rows of the batch.
+ * queries: the last slice of the plan is run on zeros. So is a slice between others of
+ * convolutions, and of koila's own calls, of a plan that cuts another axis than the rows of the
+ * batch, and one of half as many rows: what a slice reads beyond its rows does not shrink with
+ * them.
  *
  * A probe that fails (no memory, an unusual call) is ignored. */
 #include "run/run.h"
@@ -412,8 +414,11 @@ static bool is_part(const koila_plan *plan, koila_node n, part *out)
         return false;
     const bool is_attention = is_cut_attention(plan, n, koila_facts_dense(facts));
     *out = (part){ n, 0, is_attention };
-    if (is_attention)
-        out->axis = koila_plan_need(plan, n, 0).axis;
+    for (uint32_t o = 0; o < s->n_outputs; o++) {
+        const koila_value v = koila_node_get(koila_plan_graph(plan), n).first_output + o;
+        if (s->outputs[o] != KOILA_NONE && koila_plan_share(plan, v).kind != KOILA_SHARE_WHOLE)
+            out->axis = koila_plan_share(plan, v).axis;
+    }
     return is_attention || is_of_other_axis(plan, facts);
 }
 
@@ -480,6 +485,8 @@ static void probe_parts(const koila_plan *plan)
         /* there may be no room for so many before anything is known */
         while (!probe_rows(plan, p, rows, batch) && rows > 1)
             rows /= 2;
+        if (!p.is_last && rows > 1 && !koila__learned(koila_node_get(g, n).sig, rows / 2, batch))
+            probe_rows(plan, p, rows / 2, batch);
     }
     PyErr_Clear();
     Py_XDECREF(guard);
