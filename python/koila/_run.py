@@ -201,6 +201,8 @@ PSEUDO: dict[str, Any] = {
     "koila::avg_pool_rows_backward": spatial.avg_pool_rows_backward,
     "koila::resample_rows": spatial.resample_rows,
     "koila::resample_rows_backward": spatial.resample_rows_backward,
+    "koila::pad_rows": spatial.pad_rows,
+    "koila::pad_rows_backward": spatial.pad_rows_backward,
     "koila::query_rows": query_rows,
     "koila::query_rows_backward": query_rows_backward,
     **_HOST_MEMORY,

@@ -172,9 +172,10 @@ class _Pool(NamedTuple):
         low = max(0, -((self.extent - 1 - first - self.padding) // self.stride))
         return low, min(n_windows, (first + n - 1 + self.padding) // self.stride + 1)
 
-    @property
-    def is_apart(self) -> bool:
-        return self.padding == 0 and self.extent <= self.stride
+    def has_whole_windows(self, first: int, n: int) -> bool:
+        """Do those that see some of these rows see no others?"""
+        is_apart = self.padding == 0 and self.extent <= self.stride
+        return is_apart and first % self.stride == 0 and n % self.stride == 0
 
 
 def _alike(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -245,7 +246,7 @@ def max_pool_rows_backward(
     planes = rows.div(pool.size, rounding_mode="floor")
     rows = rows - planes * pool.size - first
     local = (planes * n + rows) * inner + at % inner
-    if not pool.is_apart:
+    if not pool.has_whole_windows(first, n):
         inside = (rows >= 0) & (rows < n)
         g, local = g.where(inside, 0), local.where(inside, 0)
     gx.flatten(n_outer).scatter_add_(-1, local.flatten(n_outer), g.flatten(n_outer))
@@ -462,3 +463,78 @@ def resample_rows_backward(
             part = part * _beside(share if is_second else 1 - share, part, dim)
         gx.index_add_(dim, index[begin_of:end_of] - first, part)
     return _alike(gx.to(grad.dtype), grad)
+
+
+# ---- padding: row r of the result is row _source(r) of the input
+
+
+_CONSTANT, _REFLECT, _REPLICATE = range(3)  # as src/placement/rules_conv.c numbers them
+_PADS = {_REFLECT: "reflection_pad{}d", _REPLICATE: "replication_pad{}d"}
+
+
+def _pads_of(pad: list[int], n_dims: int, dim: int) -> tuple[int, int, list[int]]:
+    """Rows before and after along `dim`, and the list without them."""
+    at = 2 * (n_dims - 1 - dim)
+    return pad[at], pad[at + 1], [0 if at <= i <= at + 1 else p for i, p in enumerate(pad)]
+
+
+def _source(row: int, mode: int, size: int) -> int:
+    """The row that stands at `row` of an input that goes on beyond its `size` rows."""
+    if mode == _REPLICATE:
+        return min(max(row, 0), size - 1)
+    return -row if row < 0 else 2 * (size - 1) - row if row >= size else row
+
+
+def pad_rows(
+    x: torch.Tensor, pad: list[int], mode: int, value: float, dim: int, first: int, n: int
+) -> Any:
+    before, _, others = _pads_of(pad, x.dim(), dim)
+    size = x.shape[dim]
+    if mode == _CONSTANT:
+        begin = first - before
+        low, high = min(max(begin, 0), size), min(max(begin + n, 0), size)
+        at = 2 * (x.dim() - 1 - dim)
+        others[at] = low - begin if high > low else n
+        others[at + 1] = begin + n - high if high > low else 0
+        made = torch.constant_pad_nd(x.narrow(dim, low, max(high - low, 0)), others, value)
+        return _alike(made, x)
+    rows = [_source(first + k - before, mode, size) for k in range(n)]
+    y = x.index_select(dim, torch.tensor(rows, device=x.device))
+    if any(others):
+        y = getattr(aten, _PADS[mode].format(len(pad) // 2))(y, others)
+    return _alike(y, x)
+
+
+def _made_of(
+    first: int, n: int, mode: int, size: int, before: int, after: int
+) -> tuple[list[int], list[int]]:
+    """The rows of the result that are made of the rows first .. first + n, and of which."""
+    inside = range(first + before, first + n + before)
+    low = range(before if mode == _REPLICATE and first == 0 else 0)
+    high = range(size + before, size + before + (after if first + n == size else 0))
+    if mode == _REFLECT:
+        low = range(max(before - first - n + 1, 0), min(before - first + 1, before))
+        last = 2 * (size - 1) + before  # row last - s is made of row s, too
+        end = size + before
+        high = range(max(last - first - n + 1, end), min(last - first + 1, end + after))
+    rows = [*low, *inside, *high]
+    return rows, [_source(r - before, mode, size) - first for r in rows]
+
+
+def pad_rows_backward(
+    grad: torch.Tensor, pad: list[int], mode: int, dim: int, first: int, n: int
+) -> Any:
+    before, after, others = _pads_of(pad, grad.dim(), dim)
+    size = grad.shape[dim] - before - after
+    rows, of = (
+        torch.tensor(t, device=grad.device) for t in _made_of(first, n, mode, size, before, after)
+    )
+    g = grad.index_select(dim, rows)
+    if any(others):
+        shape = list(g.shape)
+        for d in range(len(pad) // 2):
+            shape[-1 - d] -= others[2 * d] + others[2 * d + 1]
+        call = getattr(aten, _PADS[mode].format(len(pad) // 2) + "_backward")
+        g = call(g, g.new_empty(shape), others)
+    gx = g.new_zeros([n if d == dim else s for d, s in enumerate(g.shape)])
+    return _alike(gx.index_add_(dim, of, g), grad)

@@ -178,16 +178,22 @@ static uint32_t turned_into(const koila_graph *g, koila_value v, uint32_t n_dims
     return m->size[dim] % size == 0 || size % m->size[dim] == 0 ? dim : 0;
 }
 
-/* Follows the axis' dimension through layers that keep it or make it some times shorter or longer,
- * and finds rows that all of these lengths have in common, as long as there are enough.
- * dim[values]: that dimension, or 0; all 0 before. */
-static int64_t common_rows(const koila_graph *g, int64_t size, uint8_t *dim)
+/* dim[values]: the dimension of that size of an image, of leaves; else 0. */
+static void find_images(const koila_graph *g, int64_t size, uint8_t *dim)
 {
-    int64_t rows = size;
     for (koila_value v = 0; v < g->values.n; v++) {
         const uint32_t d = is_batched(g, v) ? dim_of(g, v, size) : KOILA_NONE;
         dim[v] = d != KOILA_NONE && d >= FIRST_SPATIAL ? (uint8_t)d : 0;
     }
+}
+
+/* Follows the axis' dimension through layers that keep it or make it some times shorter or longer,
+ * and finds rows that all of these lengths have in common, as long as there are enough.
+ * dim[values]: that dimension, or 0. */
+static int64_t common_rows(const koila_graph *g, int64_t size, uint8_t *dim)
+{
+    int64_t rows = size;
+    find_images(g, size, dim);
     for (koila_node n = 0; n < g->nodes.n; n++) {
         const koila_sig_info *s = koila__node_sig(g, n);
         const koila_node_info *info = &g->nodes.at[n];
@@ -207,6 +213,45 @@ static int64_t common_rows(const koila_graph *g, int64_t size, uint8_t *dim)
     return rows;
 }
 
+static void add_length(koila__axis *axis, int64_t length)
+{
+    bool is_known = length < KOILA__FEWEST_ROWS || length % axis->rows == 0;
+    for (uint32_t i = 0; i < axis->n_others && !is_known; i++) {
+        is_known = length % axis->others[i] == 0 || axis->others[i] % length == 0;
+        if (is_known && length < axis->others[i])
+            axis->others[i] = length;
+    }
+    if (!is_known && axis->n_others < KOILA__MOST_LENGTHS)
+        axis->others[axis->n_others++] = length;
+}
+
+/* Follows the axis' dimension through layers that make it any other length, and finds axis->others.
+ * dim as above. */
+static void find_other_lengths(const koila_graph *g, koila__axis *axis, uint8_t *dim)
+{
+    find_images(g, axis->size, dim);
+    for (koila_node n = 0; n < g->nodes.n; n++) {
+        const koila_sig_info *s = koila__node_sig(g, n);
+        const koila_node_info *info = &g->nodes.at[n];
+        const koila_value from = s->n_inputs ? g->inputs.at[info->first_input] : 0;
+        if (!s->n_inputs || !dim[from])
+            continue;
+        const uint32_t d = dim[from];
+        const koila_meta_info *m = koila__value_meta(g, from);
+        for (uint32_t o = 0; o < s->n_outputs; o++) {
+            const koila_value v = info->first_output + o;
+            const koila_meta_info *made =
+                g->values.at[v].meta == KOILA_NONE ? NULL : koila__value_meta(g, v);
+            /* only the first result of a layer is an image of another length */
+            const bool is_image =
+                made && made->n_dims == m->n_dims && (!o || made->size[d] == m->size[d]);
+            dim[v] = is_image ? (uint8_t)d : 0;
+            if (is_image)
+                add_length(axis, made->size[d]);
+        }
+    }
+}
+
 static koila_status find_rows(const koila_graph *g, const koila_allocator *mem, koila__axis *axes,
                               uint32_t n)
 {
@@ -214,8 +259,8 @@ static koila_status find_rows(const koila_graph *g, const koila_allocator *mem, 
     if (!dim)
         return KOILA_NO_MEMORY;
     for (uint32_t i = 0; i < n; i++) {
-        memset(dim, 0, (size_t)g->values.n + 1);
         axes[i].rows = common_rows(g, axes[i].size, dim);
+        find_other_lengths(g, &axes[i], dim);
     }
     koila__release(mem, dim, (size_t)g->values.n + 1);
     return KOILA_OK;
@@ -270,10 +315,13 @@ koila_status koila__along_init(const koila_graph *g, const koila__axis *axis,
     memset(&a.graph.values, 0, sizeof a.graph.values);
     memset(&a.graph.axes, 0, sizeof a.graph.axes);
     if (!koila__vec_reserve(mem, &a.graph.values, g->values.n) ||
-        !koila__vec_push(mem, &a.graph.axes, axis->rows) || !alloc_flags(g, mem, &a)) {
+        !koila__vec_reserve(mem, &a.graph.axes, 1 + axis->n_others) || !alloc_flags(g, mem, &a)) {
         koila__along_deinit(&a, mem);
         return KOILA_NO_MEMORY;
     }
+    a.graph.axes.at[a.graph.axes.n++] = axis->rows;
+    for (uint32_t i = 0; i < axis->n_others; i++)
+        a.graph.axes.at[a.graph.axes.n++] = axis->others[i];
     memcpy(a.graph.values.at, g->values.at, g->values.n * sizeof *g->values.at);
     a.graph.values.n = g->values.n;
     for (koila_value v = 0; v < g->values.n; v++) {

@@ -9,6 +9,8 @@
  * Where layers make that dimension shorter (a convolution with a stride, a pool), several entries
  * are one row of the axis, so that the shorter dimensions are cut in the same rows: an image of 32
  * that a U-Net halves twice has 8 rows of 4, then of 2, then of 1.
+ * Lengths that are no multiples of these rows (33 lines that a pool makes 16) are further axes of
+ * the step, each in rows of its own: a layer that reads its whole input makes rows of any axis.
  * Of two dimensions of one size (a square image) the second is never cut: it would be the same
  * once more. An axis that no leaf has begins within the step: the patches of an image, the tokens
  * but the last. There whole values of that size are sliced, which is always exact.
@@ -19,9 +21,10 @@
 #include "graph/table.h"
 
 enum {
-    KOILA__MOST_AXES = 3,   /* that are tried; each costs a placing */
-    KOILA__SHORT_AXIS = 8,  /* times longer, the longest one makes an axis too short to be tried */
-    KOILA__FEWEST_ROWS = 4, /* of an axis whose rows are several entries */
+    KOILA__MOST_AXES = 3,    /* that are tried; each costs a placing */
+    KOILA__SHORT_AXIS = 8,   /* times longer, the longest one makes an axis too short to be tried */
+    KOILA__FEWEST_ROWS = 4,  /* of an axis whose rows are several entries */
+    KOILA__MOST_LENGTHS = 8, /* that are no multiples of the rows */
 };
 
 /* One other axis: `size` entries along dimension `dim` of the first value that has it, in `rows`
@@ -32,6 +35,9 @@ typedef struct koila__axis {
     uint32_t n_leaves; /* batched ones that have it */
     uint32_t n_real;   /* other leaves that do */
     double bytes;      /* of values within the step that do */
+    /* rows of the further axes of the step */
+    int64_t others[KOILA__MOST_LENGTHS];
+    uint32_t n_others;
 } koila__axis;
 
 /* A step under another axis. */

@@ -450,7 +450,7 @@ koila_status koila__search_placed(koila__planning *q, const koila__keep *keeps, 
             x.n_policies = policies(koila__scheduler_n_loops(x.scheduler), q->options->keep, usual);
             keeps = usual;
         }
-        x.batch = q->graph->axes.n ? q->graph->axes.at[koila__main_axis(s->placed)] : 1;
+        x.batch = q->graph->axes.n ? q->graph->axes.at[koila__told_axis(q, s->placed)] : 1;
         for (uint32_t i = 0; i < x.n_policies; i++)
             x.candidates[i].keep = keeps[i];
         status = choose(&x);

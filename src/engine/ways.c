@@ -40,6 +40,11 @@ uint16_t koila__main_axis(const koila__placed *p)
     return axis;
 }
 
+uint16_t koila__told_axis(const koila__planning *q, const koila__placed *p)
+{
+    return q->dim == KOILA_NONE ? koila__main_axis(p) : 0;
+}
+
 static koila_status map_targets(const koila__placed *p, const koila_value *targets, uint32_t n,
                                 koila_value *out, koila_error *err)
 {
@@ -118,7 +123,7 @@ void koila__plan_set_info(koila_plan *p, const koila__planning *q)
 {
     const koila_graph *g = p->placed->graph;
     const koila__schedule *s = &p->schedule;
-    const uint16_t axis = koila__main_axis(p->placed);
+    const uint16_t axis = koila__told_axis(q, p->placed);
     p->info.struct_size = sizeof p->info;
     p->info.batch = g->axes.n ? g->axes.at[axis] : 1;
     p->info.rows = g->axes.n ? p->rows[axis] : 1;

@@ -68,6 +68,9 @@ void koila__rows_for(const koila_graph *g, int64_t n_slices, int64_t *rows);
 void koila__rows_as_forced(const koila_graph *g, const koila_plan_options *o, int64_t *rows);
 /* The axis with the most loop nodes; 0 when nothing is in a loop. */
 uint16_t koila__main_axis(const koila__placed *p);
+/* The axis whose rows the plan tells: along another axis than the batch's the first, of which the
+ * others are lengths that layers make of it. */
+uint16_t koila__told_axis(const koila__planning *q, const koila__placed *p);
 /* Sets the facts of a plan that need no simulation; p->rows is set. */
 void koila__plan_set_info(koila_plan *p, const koila__planning *q);
 

@@ -1076,6 +1076,25 @@ static int64_t unit_of(const koila__placer *p, uint16_t axis)
     return 1;
 }
 
+bool koila__placer_cut(const koila__placer *p, const koila_meta_info *m, uint32_t dim,
+                       uint16_t axis, koila_placement *out)
+{
+    const uint32_t n_axes = p->seeds ? koila_graph_n_axes(p->from) : 0;
+    for (uint32_t i = 0; i <= n_axes && dim < m->n_dims; i++) {
+        const uint16_t a = (uint16_t)(i == 0 ? axis : i - 1);
+        const int64_t rows = koila_graph_axis_size(p->from, a);
+        if (rows <= 0 || m->size[dim] <= 0 || m->size[dim] % rows)
+            continue;
+        *out = (koila_placement){ .kind = KOILA_S,
+                                  .dim = (uint8_t)dim,
+                                  .axis = a,
+                                  .outer = 1,
+                                  .inner = m->size[dim] / rows };
+        return true;
+    }
+    return false;
+}
+
 /* The cut of a whole value of meta m: that of the first input that is cut along a dimension of the
  * same extent, else along the first dimension of the batch's size; R when there is none. Of an axis
  * that is not the batch's: of any extent, if it has all rows. */
@@ -1089,14 +1108,11 @@ static koila_placement cut_of(const koila__placer *p, const koila_sig_info *sig,
         if (like.kind == KOILA_S && like.axis == axis && like.inner > 0 && like.dim < m->n_dims &&
             m->size[like.dim] == koila__extent(like, batch))
             return like;
-        if (p->seeds && like.kind == KOILA_S && like.outer == 1 && like.dim > 1 && batch > 0 &&
-            m->n_dims == koila__meta(p->table, sig->inputs[i])->n_dims && m->size[like.dim] > 0 &&
-            m->size[like.dim] % batch == 0)
-            return (koila_placement){ .kind = KOILA_S,
-                                      .dim = like.dim,
-                                      .axis = axis,
-                                      .outer = 1,
-                                      .inner = m->size[like.dim] / batch };
+        koila_placement at;
+        if (p->seeds && like.kind == KOILA_S && like.outer == 1 && like.dim > 1 &&
+            m->n_dims == koila__meta(p->table, sig->inputs[i])->n_dims &&
+            koila__placer_cut(p, m, like.dim, axis, &at))
+            return at;
     }
     const int64_t unit = p->seeds ? unit_of(p, axis) : 1;
     for (uint32_t d = 0; d < m->n_dims; d++)
@@ -1121,7 +1137,7 @@ static bool cut(koila__placer *p, const koila_sig_info *sig, const koila_placeme
         const koila_placement at = cut_of(p, sig, m, placed, axis);
         if (koila__is_r(at))
             continue;
-        if (!alias(p, results[j], at, axis, &rows))
+        if (!alias(p, results[j], at, at.axis, &rows))
             return false;
         p->whole_of.at[rows] = results[j];
         results[j] = rows;
@@ -1379,24 +1395,40 @@ static bool place_in(koila__placer *p, koila_sig id, const koila_value *inputs,
     return place_on_axis(p, id, in, placed, (uint16_t)axis, results);
 }
 
-static bool place_sig(koila__placer *p, koila_sig id, const koila_value *in, koila_value *results)
+/* Places the call on that axis; inputs of others are shown to its rule as whole. */
+static bool place_along(koila__placer *p, koila_sig id, const koila_value *in, uint16_t axis,
+                        koila_value *results)
+{
+    const koila_sig_info *sig = koila__sig(p->table, id);
+    koila_placement *placed = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *placed);
+    if (!placed)
+        return fail(p, KOILA_NO_MEMORY);
+    for (uint32_t i = 0; i < sig->n_inputs; i++)
+        placed[i] = p->value.at[in[i]];
+    return place_on_axis(p, id, in, placed, axis, results);
+}
+
+/* axis: KOILA_NONE: that of its inputs. */
+static bool place_sig(koila__placer *p, koila_sig id, const koila_value *in, uint32_t axis,
+                      koila_value *results)
 {
     if (p->whole)
         return append(p, id, koila__sig(p->table, id), in, NULL, false, results);
     const koila__mark before = koila__arena_mark(&p->scratch);
-    const bool ok = place_in(p, id, in, results);
+    const bool ok = axis == KOILA_NONE ? place_in(p, id, in, results)
+                                       : place_along(p, id, in, (uint16_t)axis, results);
     koila__arena_rewind(&p->scratch, before);
     return ok;
 }
 
 bool koila__placer_call(koila__placer *p, const koila_sig_info *desc, const koila_value *in,
-                        koila_value *results)
+                        uint32_t axis, koila_value *results)
 {
     koila_sig id;
     if (p->status != KOILA_OK)
         return false;
     const koila_status s = koila_table_sig(p->table, desc, &id);
-    return s == KOILA_OK ? place_sig(p, id, in, results) : fail(p, s);
+    return s == KOILA_OK ? place_sig(p, id, in, axis, results) : fail(p, s);
 }
 
 /* ---- the walk */
@@ -1595,7 +1627,7 @@ static bool lower_node(koila__placer *p, koila_node n, koila_value *lowered)
     }
     p->recorded = n;
     p->line = info.line;
-    return place_sig(p, info.sig, in, lowered + info.first_output);
+    return place_sig(p, info.sig, in, KOILA_NONE, lowered + info.first_output);
 }
 
 /* Targets are whole: those that were cut again are the originals. */

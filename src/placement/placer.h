@@ -43,10 +43,15 @@ struct koila__placer {
     koila_status status; /* the first failure; the walk stops */
 };
 
-/** Intern the call, place it, append it; results[desc->n_fresh + n_writes]. false on failure, with
- * p->status set. */
+/** Intern the call, place it on `axis` (KOILA_NONE: that of its inputs), append it;
+ * results[desc->n_fresh + n_writes]. false on failure, with p->status set. */
 bool koila__placer_call(koila__placer *p, const koila_sig_info *desc, const koila_value *in,
-                        koila_value *results);
+                        uint32_t axis, koila_value *results);
+/** *out: neighbours along dimension `dim` of a value of meta m, in rows of that axis; where another
+ * axis than the batch's is cut, else in rows of one of the step's. False: its length is a multiple
+ * of none. */
+bool koila__placer_cut(const koila__placer *p, const koila_meta_info *m, uint32_t dim,
+                       uint16_t axis, koila_placement *out);
 /** *out: a whole alias of S or P value v, made outside loops, that can be sliced along another
  * dimension. False as above. */
 bool koila__placer_whole(koila__placer *p, koila_value v, koila_value *out);

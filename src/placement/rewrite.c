@@ -8,6 +8,7 @@ void koila__emit_begin(koila__case *c, koila__call *k, const char *op, uint32_t 
     memset(k, 0, sizeof *k);
     k->c = c;
     k->list = KOILA_NONE;
+    k->axis = KOILA_NONE;
     const koila_status s = koila_table_op(c->placer->table, op, op_flags, &k->op);
     if (s != KOILA_OK) {
         c->placer->status = s;
@@ -166,7 +167,19 @@ bool koila__emit_end_n(koila__call *k, uint32_t n_out, const koila_meta *out, ko
         .result_kind = n_out > 1,
         .grad_mode = k->c->sig->grad_mode,
     };
-    return koila__placer_call(k->c->placer, &desc, k->value, results);
+    return koila__placer_call(k->c->placer, &desc, k->value, k->axis, results);
+}
+
+bool koila__emit_cut(const koila__case *c, const koila_meta_info *m, uint32_t dim,
+                     koila_placement *out)
+{
+    return koila__placer_cut(c->placer, m, dim, c->axis, out);
+}
+
+void koila__emit_along(koila__call *k, koila_placement made)
+{
+    if (k->c->placer->seeds)
+        k->axis = made.axis;
 }
 
 /* Dimensions of more than one element from outermost to innermost in memory. */

@@ -28,6 +28,7 @@ typedef struct koila__call {
     uint32_t kw_name[8];
     uint32_t n_tokens, n_values, n_pos, n_kw;
     uint32_t list; /* token of the open list, or KOILA_NONE */
+    uint32_t axis; /* on which it is placed; KOILA_NONE: that of its inputs */
 } koila__call;
 
 void koila__emit_begin(koila__case *c, koila__call *k, const char *op, uint32_t op_flags);
@@ -46,6 +47,13 @@ void koila__emit_dtype(koila__call *k, koila_dtype d);
 void koila__emit_copy(koila__call *k, uint32_t pos);
 /* the next value is this keyword; positional values are over */
 void koila__emit_kw(koila__call *k, const char *name);
+/** *out: how neighbours along dimension `dim` of a tensor of meta m are cut: in rows of the call's
+ * axis, else of another axis of the step, which calls that make them are told: koila__emit_along().
+ * False: the length is a multiple of no axis' rows. */
+bool koila__emit_cut(const koila__case *c, const koila_meta_info *m, uint32_t dim,
+                     koila_placement *out);
+/* The call makes values that are cut so, from inputs of any axis, or whole ones. */
+void koila__emit_along(koila__call *k, koila_placement made);
 koila_value koila__emit_end(koila__call *k, koila_meta out);
 bool koila__emit_end_n(koila__call *k, uint32_t n_out, const koila_meta *out, koila_value *results);
 

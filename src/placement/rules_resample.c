@@ -3,7 +3,8 @@
  * Along a spatial dimension that is cut, the same two cases as in rules_windows.c: windows that lie
  * apart make rows of the result of rows of the input; those that overlap read beyond their slice,
  * so the input is whole (koila::max_pool_rows and the like in pseudo.def). The indices of a maximum
- * count the elements of the whole image, so a slice needs the number of its first row anyway. */
+ * count the elements of the whole image, so a slice needs the number of its first row anyway. Where
+ * the lengths of input and result are rows of two axes, the input is whole too. */
 #include "placement/rewrite.h"
 
 /* Pooling and the like over the last `n_spatial` dims: all dims before them are independent, for
@@ -57,16 +58,6 @@ static bool number_at(const koila__case *c, uint32_t pos, uint32_t n, uint32_t d
     return a->kind == KOILA_ARG_INT;
 }
 
-/* The same cut of a tensor of another extent. False: it is no multiple of the rows. */
-static bool cut_of(const koila__case *c, const koila_meta_info *m, uint32_t dim,
-                   koila_placement *out)
-{
-    if (c->batch <= 0 || dim >= m->n_dims || m->size[dim] <= 0 || m->size[dim] % c->batch)
-        return false;
-    *out = koila__s(c, dim, 1, m->size[dim] / c->batch);
-    return true;
-}
-
 /* Arguments kernel, stride, padding and perhaps dilation from position `pos`. */
 static bool read_pool(const koila__case *c, const koila_meta_info *x, const koila_meta_info *result,
                       uint32_t n_spatial, uint32_t pos, bool dilates, uint32_t dim, pool *w)
@@ -75,7 +66,7 @@ static bool read_pool(const koila__case *c, const koila_meta_info *x, const koil
     const uint32_t before = x->n_dims - n_spatial;
     *w = (pool){ .dim = dim, .dilation = 1 };
     if (!result || x->n_dims <= n_spatial || result->n_dims != x->n_dims || dim < before ||
-        !cut_of(c, x, dim, &w->x) || !cut_of(c, result, dim, &w->result) ||
+        !koila__emit_cut(c, x, dim, &w->x) || !koila__emit_cut(c, result, dim, &w->result) ||
         !number_at(c, pos, n_spatial, dim - before, 0, &kernel) || kernel < 1 ||
         !number_at(c, pos + 1, n_spatial, dim - before, kernel, &w->stride) ||
         !number_at(c, pos + 2, n_spatial, dim - before, 0, &w->padding) ||
@@ -83,8 +74,8 @@ static bool read_pool(const koila__case *c, const koila_meta_info *x, const koil
         return false;
     w->size = x->size[dim];
     w->window = (kernel - 1) * w->dilation + 1;
-    w->apart =
-        w->padding == 0 && w->window <= w->stride && w->size == result->size[dim] * w->stride;
+    w->apart = w->padding == 0 && w->window <= w->stride &&
+               w->size == result->size[dim] * w->stride && w->x.axis == w->result.axis;
     return true;
 }
 
@@ -103,6 +94,8 @@ static void emit_rows(koila__call *k, uint32_t dim, int64_t n)
 static bool place_rows(koila__case *c, uint32_t pos, uint32_t n_given, bool apart,
                        koila_placement given, koila_placement made)
 {
+    if (made.axis != c->axis)
+        return false;
     for (uint32_t i = 0; i < c->n_in; i++) {
         if (!apart || i >= n_given)
             koila__need_r(c, i);
@@ -178,6 +171,7 @@ static bool max_pool(koila__case *c, uint32_t n_spatial)
         return false;
     koila__call k;
     koila__emit_begin(c, &k, "koila::max_pool_rows", 0);
+    koila__emit_along(&k, w.result);
     koila__emit_value(&k, c->in_value[0]);
     emit_window(c, &k, 1, n_spatial);
     emit_list(c, &k, 4, n_spatial, 1, 0);
@@ -222,6 +216,7 @@ static bool max_pool_backward(koila__case *c, uint32_t n_spatial)
         return false;
     koila__call k;
     koila__emit_begin(c, &k, "koila::max_pool_rows_backward", 0);
+    koila__emit_along(&k, w.x);
     koila__emit_value(&k, c->in_value[0]);
     koila__emit_value(&k, c->in_value[2]);
     emit_window(c, &k, 2, n_spatial);
@@ -255,12 +250,13 @@ static bool avg_pool(koila__case *c, uint32_t n_spatial)
     if (!read_pool(c, c->in_meta[0], c->out_meta[0], n_spatial, 1, false, c->in[0].dim, &w))
         return false;
     c->out[0] = w.result;
-    if (w.apart)
+    if (w.apart && w.result.axis == c->axis)
         return true;
     if (!c->may_emit)
         return false;
     koila__call k;
     koila__emit_begin(c, &k, "koila::avg_pool_rows", 0);
+    koila__emit_along(&k, w.result);
     koila__emit_value(&k, c->in_value[0]);
     emit_window(c, &k, 1, n_spatial);
     emit_mean(c, &k, 4);
@@ -294,12 +290,13 @@ static bool avg_pool_backward(koila__case *c, uint32_t n_spatial)
         !read_pool(c, c->in_meta[1], c->in_meta[0], n_spatial, 2, false, c->in[lead].dim, &w))
         return false;
     c->out[0] = w.x;
-    if (w.apart)
+    if (w.apart && w.x.axis == c->axis)
         return koila__need(c, 0, w.result) && koila__need(c, 1, w.x);
     if (!c->may_emit)
         return false;
     koila__call k;
     koila__emit_begin(c, &k, "koila::avg_pool_rows_backward", 0);
+    koila__emit_along(&k, w.x);
     koila__emit_value(&k, c->in_value[0]);
     emit_window(c, &k, 2, n_spatial);
     emit_mean(c, &k, 5);
@@ -354,11 +351,13 @@ static bool read_resample(const koila__case *c, const koila_meta_info *input,
     double scale = 0;
     *r = (resample){ .dim = dim };
     if (!input || !result || input->n_dims != result->n_dims || input->n_dims != n_spatial + 2u ||
-        dim < 2 || !cut_of(c, input, dim, &r->input) || !cut_of(c, result, dim, &r->result) ||
+        dim < 2 || !koila__emit_cut(c, input, dim, &r->input) ||
+        !koila__emit_cut(c, result, dim, &r->result) ||
         (!koila__is_absent(c, scales + dim - 2) &&
          !koila__arg_number(c, scales + dim - 2, 0, &scale)))
         return false;
-    r->apart = mode != LINEAR && is_k_fold(input->size[dim], result->size[dim], scale);
+    r->apart = mode != LINEAR && is_k_fold(input->size[dim], result->size[dim], scale) &&
+               r->input.axis == r->result.axis;
     return true;
 }
 
@@ -393,6 +392,7 @@ static bool upsample(koila__case *c, resampling mode, uint32_t n_spatial)
         return false;
     koila__call k;
     koila__emit_begin(c, &k, "koila::resample_rows", 0);
+    koila__emit_along(&k, r.result);
     koila__emit_value(&k, c->in_value[0]);
     emit_sizes(&k, c->in_meta[0], n_spatial);
     emit_sizes(&k, c->out_meta[0], n_spatial);
@@ -416,6 +416,7 @@ static bool upsample_backward(koila__case *c, resampling mode, uint32_t n_spatia
         return false;
     koila__call k;
     koila__emit_begin(c, &k, "koila::resample_rows_backward", 0);
+    koila__emit_along(&k, r.input);
     koila__emit_value(&k, c->in_value[0]);
     emit_sizes(&k, c->out_meta[0], n_spatial);
     emit_sizes(&k, c->in_meta[0], n_spatial);

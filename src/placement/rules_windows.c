@@ -12,8 +12,9 @@
  * the side without padding, the small side: the result, or the input where the convolution is
  * transposed. That side is cut, the other one is whole, and each slice has a share.
  *
- * Extents of input and result differ by the stride: both must be multiples of the rows of the axis,
- * else the call is gathered. */
+ * Extents of input and result differ by the stride: each must be a multiple of the rows of an axis
+ * of the step, else the call is gathered. Where these are two axes the input is whole, whatever the
+ * windows. */
 #include "placement/rewrite.h"
 
 enum { N_OUTER = 2, MOST_SPATIAL = 3 }; /* dimensions before the spatial ones: batch and channels */
@@ -60,14 +61,11 @@ static bool is_spatial(koila_placement p)
     return koila__is_s(p) && p.dim >= N_OUTER && p.outer == 1;
 }
 
-/* The same cut of a tensor of another extent: *out. False: it is no multiple of the rows. */
-static bool cut_of(const koila__case *c, const koila_meta_info *m, uint32_t dim,
-                   koila_placement *out)
+/* The same cut, which is of the call's own axis. */
+static bool cut_here(const koila__case *c, const koila_meta_info *m, uint32_t dim,
+                     koila_placement *out)
 {
-    if (c->batch <= 0 || m->size[dim] == 0 || m->size[dim] % c->batch)
-        return false;
-    *out = koila__s(c, dim, 1, m->size[dim] / c->batch);
-    return true;
+    return koila__emit_cut(c, m, dim, out) && out->axis == c->axis;
 }
 
 /* Do the windows along dimension `dim` lie side by side, so that rows of the input make rows of the
@@ -103,7 +101,10 @@ static koila_value emit_rows(koila__case *c, const window *w, koila_value x, koi
     static const int64_t none[MOST_SPATIAL] = { 0 };
     const bool is_gradient = transposed != w->transposed;
     int64_t extra[MOST_SPATIAL] = { 0 };
+    koila_placement made;
     koila__call k;
+    if (!koila__emit_cut(c, koila_meta_get(c->table, out), dim, &made))
+        return KOILA_NONE;
     /* a transposed convolution that is a gradient: as many rows more as the input has beyond those
      * that windows begin at */
     for (uint32_t d = 0; d < w->n && is_gradient && transposed; d++)
@@ -111,6 +112,7 @@ static koila_value emit_rows(koila__case *c, const window *w, koila_value x, koi
                    ((w->result->size[N_OUTER + d] - 1) * w->stride[d] - 2 * w->padding[d] +
                     w->dilation[d] * (w->weight->size[N_OUTER + d] - 1) + 1);
     koila__emit_begin(c, &k, "koila::conv_rows", 0);
+    koila__emit_along(&k, made);
     koila__emit_value(&k, x);
     koila__emit_value(&k, weight);
     koila__emit_optional(&k, bias);
@@ -132,7 +134,7 @@ bool koila__rule_conv_rows(koila__case *c)
     int64_t dim;
     koila_placement out;
     if (koila__any_p(c) || !koila__arg_int(c, ROWS_DIM, 0, &dim) || dim < N_OUTER ||
-        dim >= c->out_meta[0]->n_dims || !cut_of(c, c->out_meta[0], (uint32_t)dim, &out))
+        dim >= c->out_meta[0]->n_dims || !cut_here(c, c->out_meta[0], (uint32_t)dim, &out))
         return false;
     for (uint32_t i = 0; i < c->n_in; i++)
         koila__need_r(c, i);
@@ -151,7 +153,7 @@ bool koila__rule_conv_rows_weight(koila__case *c)
     koila_placement small;
     if (koila__any_p(c) || c->n_in != 3 || !koila__arg_int(c, WEIGHT_DIM, 0, &dim) ||
         dim < N_OUTER || dim >= c->in_meta[0]->n_dims ||
-        !cut_of(c, c->in_meta[0], (uint32_t)dim, &small) || !koila__need(c, 0, small))
+        !cut_here(c, c->in_meta[0], (uint32_t)dim, &small) || !koila__need(c, 0, small))
         return false;
     koila__need_r(c, 1);
     koila__need_r(c, 2);
@@ -165,9 +167,9 @@ static bool convolution_rows(koila__case *c, uint32_t bias)
     window w = { .input = c->in_meta[0], .weight = c->in_meta[1], .result = c->out_meta[0] };
     const uint32_t dim = c->in[0].dim;
     koila_placement out;
-    if (!is_spatial(c->in[0]) || !read_window(c, 3, &w) || !cut_of(c, w.result, dim, &out))
+    if (!is_spatial(c->in[0]) || !read_window(c, 3, &w) || !koila__emit_cut(c, w.result, dim, &out))
         return false;
-    if (!are_apart(&w, dim)) {
+    if (out.axis != c->axis || !are_apart(&w, dim)) {
         if (!c->may_emit)
             return false;
         c->replaced[0] = emit_rows(c, &w, c->in_value[0], c->in_value[1], bias, w.transposed, dim,
@@ -220,8 +222,12 @@ static koila_value bias_gradient(koila__case *c, const window *w)
 static koila_value weight_gradient(koila__case *c, const window *w, uint32_t dim)
 {
     const uint32_t small = w->transposed ? 1 : 0;
+    koila_placement cut;
     koila__call k;
+    if (!koila__emit_cut(c, c->in_meta[small], dim, &cut))
+        return KOILA_NONE;
     koila__emit_begin(c, &k, "koila::conv_rows_weight", 0);
+    koila__emit_along(&k, cut);
     koila__emit_value(&k, c->in_value[small]);
     koila__emit_value(&k, c->in_value[1 - small]);
     koila__emit_value(&k, c->in_value[2]);
@@ -240,10 +246,10 @@ static bool convolution_backward_rows(koila__case *c, koila_placement lead)
     window w = { .input = c->in_meta[1], .weight = c->in_meta[2], .result = c->in_meta[0] };
     const uint32_t dim = lead.dim;
     koila_placement grad, x;
-    if (!is_spatial(lead) || !read_window(c, 4, &w) || !cut_of(c, w.result, dim, &grad) ||
-        !cut_of(c, w.input, dim, &x))
+    if (!is_spatial(lead) || !read_window(c, 4, &w) || !koila__emit_cut(c, w.result, dim, &grad) ||
+        !koila__emit_cut(c, w.input, dim, &x))
         return false;
-    if (are_apart(&w, dim)) {
+    if (grad.axis == c->axis && x.axis == c->axis && are_apart(&w, dim)) {
         koila__need_r(c, 2);
         return koila__need(c, 0, grad) && koila__need(c, 1, x) && koila__out_rows_and_sums(c, x);
     }

@@ -867,6 +867,25 @@ def resample_rows_backward(grad, sizes, made, mode, align, dim, begin, first, n,
     return call(grad, made, before, *options).narrow(dim, first, n)
 
 
+def padding(x, pad, mode, value):
+    if mode == 0:
+        return torch.constant_pad_nd(x, pad, value)
+    return torch.nn.functional.pad(x, pad, ["reflect", "replicate"][mode - 1])
+
+
+def pad_rows(x, pad, mode, value, dim, first, n):
+    return padding(x, pad, mode, value).narrow(dim, first, n)
+
+
+def pad_rows_backward(grad, pad, mode, dim, first, n):
+    x = grad.new_zeros(
+        [s - sum(pad[2 * d : 2 * d + 2]) for d, s in zip(range(grad.dim())[::-1], grad.shape)]
+    )
+    name = ["reflection", "replication"][mode - 1]
+    call = getattr(torch.ops.aten, f"{name}_pad{len(pad) // 2}d_backward")
+    return call(grad, x, pad).narrow(dim, first, n)
+
+
 def laid_out(x, dims):
     return torch.empty_permuted(x.shape, dims, dtype=x.dtype, device=x.device).copy_(x)
 
@@ -926,6 +945,8 @@ PSEUDO = {
     "koila::avg_pool_rows_backward": avg_pool_rows_backward,
     "koila::resample_rows": resample_rows,
     "koila::resample_rows_backward": resample_rows_backward,
+    "koila::pad_rows": pad_rows,
+    "koila::pad_rows_backward": pad_rows_backward,
     "koila::query_rows": query_rows,
     "koila::query_rows_backward": query_rows_backward,
 }

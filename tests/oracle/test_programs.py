@@ -336,6 +336,20 @@ def _():
     return model, lambda m, x: m(x).pow(3).mean(), [randn(2, 3, B, 6)], [2]
 
 
+PADDED = {"koila::pad_rows", "koila::pad_rows_backward"}
+if ON_A_GPU:  # replication too
+    PADDED.add("aten::_unsafe_index.Tensor")
+
+
+@case("rows of padding", PADDED)
+def _():
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 1), nn.ReflectionPad2d((1, 2, B - 3, 3)), nn.Tanh(),
+        nn.ReplicationPad2d((2, 0, 1, 2 * B - 1)), nn.Tanh(), nn.ConstantPad2d((0, 1, -B, B), 2.5),
+    )  # fmt: skip
+    return model, lambda m, x: m(x).pow(3).mean(), [randn(2, 3, B, 6)], [2]
+
+
 @case("gradient penalty")
 def _():
     def loss(m, x):

@@ -14,9 +14,11 @@ from torch import nn
 
 import koila
 from koila import _spatial_rows
-from koila._spatial_rows import conv_rows
+from koila._spatial_rows import conv_rows, pad_rows, pad_rows_backward
 
 H = 12  # rows of an image
+# torch writes bilinear upsampling and replication out as indexing, which is gathered
+IS_WRITTEN_OUT = DEVICE == "cuda" and torch.are_deterministic_algorithms_enabled()
 
 
 def eager(program):
@@ -129,8 +131,8 @@ def test_pools_and_upsampling_read_beyond_their_slice(name, shape):
     if "size" in name or "down" in name:
         shape = (2, 3, 16, 7)
     gathered = check(lambda: between((POOLS | UP)[name]), shape)
-    if "bilinear" in name and DEVICE == "cuda" and torch.are_deterministic_algorithms_enabled():
-        return  # torch writes it out as indexing then, which is gathered
+    if "bilinear" in name and IS_WRITTEN_OUT:
+        return
     assert gathered and all("pool_rows" in o or "resample_rows" in o for o in gathered)
 
 
@@ -221,12 +223,113 @@ def test_channels_last_images():
     assert check(make, (2, 3, H, 7), loss=loss) <= ROWS
 
 
-def test_extents_that_are_no_multiples_are_gathered():
-    """13 rows become 7 and 6; nothing is guessed."""
-    layers = lambda: nn.Sequential(  # noqa: E731
-        nn.Tanh(), nn.Conv2d(3, 4, 3, 2, 1), nn.Tanh(), nn.Conv2d(4, 4, 2), nn.Tanh()
+MODE = "nearest" if IS_WRITTEN_OUT else "bilinear"
+UNEVEN = {
+    "a stride": lambda: [
+        nn.Conv2d(3, 4, 3, 2, 1), nn.Tanh(), nn.Conv2d(4, 4, 2), nn.Tanh(), nn.Conv2d(4, 3, 1)
+    ],
+    "no padding": lambda: [nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, (5, 1)), nn.Tanh()],
+    "pools that leave a row out": lambda: [
+        nn.MaxPool2d(2), nn.Tanh(), nn.AvgPool2d(2), nn.Conv2d(3, 3, 1)
+    ],
+    "pools that overlap": lambda: [
+        nn.MaxPool2d(3, 2, 1), nn.Tanh(), nn.AvgPool2d(3, 1), nn.Conv2d(3, 3, 1)
+    ],
+    "transposed": lambda: [
+        nn.ConvTranspose2d(3, 4, 3, 2, 1), nn.Tanh(), nn.Conv2d(4, 3, 2, 2), nn.Tanh()
+    ],
+    "to another size and back": lambda: [
+        nn.Upsample(size=(22, 7), mode=MODE), nn.Conv2d(3, 3, 3, padding=1), nn.Tanh(),
+        nn.Upsample(size=(17, 7)), nn.Tanh(),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_lengths_that_are_no_multiples_are_rows_of_axes_of_their_own(name):
+    """17 rows become 9, then 8; only what reads beyond its rows is whole."""
+    gathered = check(
+        lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.Tanh(), *UNEVEN[name]()), (1, 3, 17, 8)
     )
-    assert check(layers, (1, 3, 13, 5)) & {"aten::convolution", "aten::convolution_backward"}
+    assert gathered and all("_rows" in o for o in gathered), gathered
+
+
+class OddUNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.c = nn.Conv2d(8, 2, 3, padding=1)
+
+    def forward(self, x):
+        a = self.a(x).tanh()
+        b = self.b(nn.functional.max_pool2d(a, 2)).tanh()
+        up = nn.functional.interpolate(b, scale_factor=2)
+        rest = [a.shape[3] - up.shape[3], a.shape[2] - up.shape[2]]
+        up = nn.functional.pad(up, [0, rest[0], 0, rest[1]])
+        return self.c(torch.cat([up, a], 1))
+
+
+def test_a_u_net_on_an_odd_number_of_lines_is_cut():
+    gathered = check(OddUNet, (1, 3, 33, 9))
+    assert gathered and all("_rows" in o for o in gathered), gathered
+
+
+PADS = {
+    "zeros": lambda: nn.ZeroPad2d((0, 0, 2, 1)),
+    "a number": lambda: nn.ConstantPad2d((1, 0, 3, 0), 0.5),
+    "cropped": lambda: nn.ConstantPad2d((0, -1, -3, -2), 0.5),
+    "reflection": lambda: nn.ReflectionPad2d((1, 2, 3, 2)),
+    "a reflection of all rows": lambda: nn.ReflectionPad2d((0, 0, 11, 11)),
+    "replication": lambda: nn.ReplicationPad2d((1, 2, 3, 2)),
+    "more than the image": lambda: nn.ReplicationPad2d((0, 0, 14, 13)),
+}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
+@pytest.mark.parametrize("name", PADS)
+def test_a_padded_image_is_cut(name, layout):
+    form = torch.channels_last if layout != "contiguous" else torch.contiguous_format
+    gathered = check(
+        lambda: between(PADS[name]),
+        (2, 3, H, 7),
+        loss=lambda m, x: m(x.to(memory_format=form)).square().mean(),
+    )
+    if "Replication" in str(PADS[name]()) and IS_WRITTEN_OUT:
+        return
+    assert gathered and gathered <= {"koila::pad_rows", "koila::pad_rows_backward"}
+
+
+@pytest.mark.parametrize("mode", ["constant", "reflect", "replicate"])
+@pytest.mark.parametrize("name", ["signals", "volumes"])
+def test_padded_signals_and_volumes_are_cut(name, mode):
+    conv, shape, pad = {
+        "signals": (lambda: nn.Conv1d(3, 4, 4), (2, 3, 24), [2, 1]),
+        "volumes": (lambda: nn.Conv3d(3, 4, (4, 1, 1)), (1, 3, H, 4, 5), [1, 0, 1, 1, 2, 1]),
+    }[name]
+    gathered = check(
+        conv, shape, loss=lambda m, x: m(nn.functional.pad(x.tanh(), pad, mode)).square().mean()
+    )
+    if mode == "replicate" and IS_WRITTEN_OUT:
+        return
+    assert gathered and all("_rows" in o for o in gathered), gathered
+
+
+def test_any_rows_of_a_padded_image_and_of_its_gradient():
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 5, 4).double().requires_grad_()
+    for mode, name in enumerate(["constant", "reflect", "replicate"]):
+        for pad in ([0, 0, 2, 3], [1, 2, 4, 0], [3, 1, 0, 1], [0, 0, 0, 4]):
+            whole = nn.functional.pad(x, pad, name)
+            grad = torch.randn_like(whole)
+            (gx,) = torch.autograd.grad(whole, x, grad)
+            for first in range(whole.shape[2]):
+                for n in range(1, whole.shape[2] - first + 1):
+                    got = pad_rows(x.detach(), pad, mode, 0, 2, first, n)
+                    torch.testing.assert_close(got, whole[:, :, first : first + n], rtol=0, atol=0)
+            for first in range(5 if mode else 0):
+                for n in range(1, 5 - first + 1):
+                    got = pad_rows_backward(grad, pad, mode, 2, first, n)
+                    torch.testing.assert_close(got, gx[:, :, first : first + n])
 
 
 @st.composite
