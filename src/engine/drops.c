@@ -97,7 +97,7 @@ koila_status koila__drop_along(koila__planning *q, koila_node turn, koila__way *
 /* Of the step that is recomputed: with more, what each loop keeps for the next decides the peak. */
 enum { MOST_LOOPS_RECOMPUTED = 4 };
 
-/* What is dropped, least work first. */
+/* What is dropped. Of equal work the first is taken. */
 static const koila__recompute ladder[] = {
     { .n_segments = 2, .keeps_expensive = true },
     { .n_segments = 8, .keeps_expensive = true },
@@ -113,7 +113,7 @@ static const koila__recompute ladder[] = {
     { .n_segments = 32 },
 };
 
-/* The same with host memory; the order does not matter. */
+/* The same with host memory. */
 static const koila__recompute host_ladder[] = {
     { .n_segments = 1, .n_offloaded = 2, .ahead = true },
     { .n_segments = 1, .n_offloaded = 4, .ahead = true },
@@ -162,24 +162,81 @@ static bool crosses_loops(const koila__way *s)
 }
 
 /* Is it less work than the best way so far, if that fits? */
-static bool is_less_work(const koila__way *s, const koila__way *best)
+static bool is_less(double work, const koila__way *best)
 {
-    return !best->accepted || s->schedule.work < best->schedule.work;
+    return !best->accepted || work < best->schedule.work;
 }
 
-/* The way `base`, with one of its rungs; out->placed stays NULL where nothing can be dropped, and
+/* One way to drop results of `base`. */
+typedef struct rung {
+    koila__recompute how;
+    koila__outline *outline; /* of those with, or without, host memory */
+    uint64_t bound;          /* its peak is no less */
+    double work;             /* nor its work */
+    bool is_out;             /* tried, or nothing to try */
+} rung;
+
+/* The rungs of one base, and what they are drawn from. */
+typedef struct rungs {
+    rung at[KOILA_COUNT(ladder) + KOILA_COUNT(host_ladder)];
+    uint32_t n;
+    koila__outline *usual, *host;
+} rungs;
+
+static void add_rung(rungs *r, koila__outline *outline, koila__recompute how)
+{
+    rung x = { .how = how, .outline = outline };
+    if (!koila__outline_choose(outline, &how))
+        return;
+    x.bound = koila__outline_bound(outline);
+    x.work = koila__outline_work(outline);
+    r->at[r->n++] = x;
+}
+
+static koila_status make_rungs(const koila__planning *q, const koila__way *base, koila_node at,
+                               rungs *r)
+{
+    const koila_plan_options *o = q->options;
+    koila__outline_options how = { .rows = base->rows,
+                                   .workspace = o->workspace,
+                                   .user = o->user,
+                                   .n_loops = base->schedule.n_loops };
+    KOILA_TRY(
+        koila__outline_new(&r->usual, base->placed, base->targets, q->n_targets, at, &how, q->mem));
+    for (size_t i = 0; i < KOILA_COUNT(ladder); i++) {
+        koila__recompute x = ladder[i];
+        x.at = at;
+        add_rung(r, r->usual, x);
+    }
+    if (!(o->host_price > 0))
+        return KOILA_OK;
+    how.uses_host = true;
+    KOILA_TRY(
+        koila__outline_new(&r->host, base->placed, base->targets, q->n_targets, at, &how, q->mem));
+    for (size_t i = 0; i < KOILA_COUNT(host_ladder); i++) {
+        koila__recompute x = host_ladder[i];
+        x.at = at;
+        x.host = (koila__host){ .n_bytes = o->host_bytes,
+                                .price = o->host_price,
+                                .device = o->host_device };
+        add_rung(r, r->host, x);
+    }
+    return KOILA_OK;
+}
+
+/* The way `base`, with one of its rungs; out->placed stays NULL where it cannot be taken, and
  * out->accepted false where it is no better than *best. */
-static koila_status take_rung(const koila__planning *q, const koila__way *base,
-                              koila__recompute how, const koila__way *best, koila__way *out)
+static koila_status take_rung(const koila__planning *q, const koila__way *base, const rung *r,
+                              const koila__way *best, koila__way *out)
 {
     *out = (koila__way){ .rows = base->rows };
     out->targets = koila__arena_array(&q->plan->arena, q->n_targets, sizeof *out->targets);
     if (!out->targets)
         return KOILA_NO_MEMORY;
-    KOILA_TRY(koila__recompute_new(base->placed, base->targets, q->n_targets, how, q->mem,
-                                   &out->placed, out->targets));
-    if (!out->placed)
-        return KOILA_OK;
+    koila__outline_choose(r->outline, &r->how);
+    KOILA_TRY(koila__recompute_as(r->outline, base->placed, base->targets, q->n_targets, r->how,
+                                  q->mem, &out->placed, out->targets));
+    koila_assert(out->placed);
     const koila_status status = koila__way_keep_all(q, out);
     if (status != KOILA_OK) {
         koila__placed_free(out->placed);
@@ -187,23 +244,25 @@ static koila_status take_rung(const koila__planning *q, const koila__way *base,
     }
     out->peak = koila__plan_peak(out->placed, &out->schedule, q->options, out->rows,
                                  bound_of_rung(q, best));
-    if (how.n_offloaded && crosses_loops(out)) {
+    koila_assert(out->peak >= r->bound || out->peak > bound_of_rung(q, best));
+    if (r->how.n_offloaded && crosses_loops(out)) {
         koila__way_free(out);
         out->placed = NULL;
         return KOILA_OK;
     }
     out->accepted =
-        out->peak <= q->options->budget_bytes && is_less_work(out, best) &&
+        out->peak <= q->options->budget_bytes && is_less(out->schedule.work, best) &&
         koila__is_accepted(q, out->placed, &out->schedule, out->targets, out->rows, out->peak);
     return KOILA_OK;
 }
 
 /* *best becomes the way of that rung, if it is better. */
-static koila_status try_rung(const koila__planning *q, const koila__way *base, koila__recompute how,
+static koila_status try_rung(const koila__planning *q, const koila__way *base, rung *r,
                              koila__way *best)
 {
     koila__way way;
-    KOILA_TRY(take_rung(q, base, how, best, &way));
+    r->is_out = true;
+    KOILA_TRY(take_rung(q, base, r, best, &way));
     if (way.placed &&
         (way.accepted || !best->placed || (!best->accepted && way.peak < best->peak))) {
         koila__way_swap(best, &way);
@@ -212,25 +271,41 @@ static koila_status try_rung(const koila__planning *q, const koila__way *base, k
     return KOILA_OK;
 }
 
-/* The first rung of `base` that fits; with host memory, the least work of all that fit; else the
- * one with the least peak, if that is below *best's. */
-static koila_status climb(const koila__planning *q, const koila__way *base, koila_node at,
+/* The rung of the least work that may fit, or NULL. */
+static rung *least_work(rungs *r, uint64_t budget)
+{
+    rung *best = NULL;
+    for (uint32_t i = 0; i < r->n; i++) {
+        rung *x = &r->at[i];
+        if (!x->is_out && x->bound <= budget && (!best || x->work < best->work))
+            best = x;
+    }
+    return best;
+}
+
+/* The rung of the least bound, or NULL. */
+static rung *least_bound(rungs *r)
+{
+    rung *best = NULL;
+    for (uint32_t i = 0; i < r->n; i++) {
+        rung *x = &r->at[i];
+        if (!x->is_out && (!best || x->bound < best->bound))
+            best = x;
+    }
+    return best;
+}
+
+/* The least work of all rungs of `base` that fit; else the one with the least peak, if that is
+ * below *best's. A rung is built only where its bounds leave it a chance. */
+static koila_status climb(const koila__planning *q, const koila__way *base, rungs *r,
                           koila__way *best)
 {
-    const koila_plan_options *o = q->options;
-    for (size_t i = 0; i < KOILA_COUNT(ladder) && (!best->accepted || o->host_price > 0); i++) {
-        koila__recompute how = ladder[i];
-        how.at = at;
-        KOILA_TRY(try_rung(q, base, how, best));
-    }
-    for (size_t i = 0; i < KOILA_COUNT(host_ladder) && o->host_price > 0; i++) {
-        koila__recompute how = host_ladder[i];
-        how.at = at;
-        how.host = (koila__host){ .n_bytes = o->host_bytes,
-                                  .price = o->host_price,
-                                  .device = o->host_device };
-        KOILA_TRY(try_rung(q, base, how, best));
-    }
+    rung *x = least_work(r, q->options->budget_bytes);
+    for (; x && is_less(x->work, best); x = least_work(r, q->options->budget_bytes))
+        KOILA_TRY(try_rung(q, base, x, best));
+    x = best->accepted ? NULL : least_bound(r);
+    for (; x && (!best->placed || x->bound < best->peak); x = least_bound(r))
+        KOILA_TRY(try_rung(q, base, x, best));
     return KOILA_OK;
 }
 
@@ -251,8 +326,14 @@ koila_status koila__drop_in_slices(const koila__planning *q, koila__place_fn how
         return status;
     }
     const koila_node at = koila__way_peak_node(q, &base);
-    if (base.schedule.n_loops <= MOST_LOOPS_RECOMPUTED && at != KOILA_NONE)
-        status = climb(q, &base, at, best);
+    if (base.schedule.n_loops <= MOST_LOOPS_RECOMPUTED && at != KOILA_NONE) {
+        rungs r = { .n = 0 };
+        status = make_rungs(q, &base, at, &r);
+        if (status == KOILA_OK)
+            status = climb(q, &base, &r, best);
+        koila__outline_free(r.usual);
+        koila__outline_free(r.host);
+    }
     koila__way_free(&base);
     return status;
 }

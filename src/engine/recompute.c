@@ -5,13 +5,7 @@
  * executor know nothing of it: the first results die at their last use in the forward pass, the
  * second ones live from there to the backward pass. Only the uses after `at` change.
  *
- * Which nodes run again is decided backwards from `at`. A dropped result is wanted, so its node
- * runs again, so its inputs are wanted too, or stay: leaves, what another segment made, and what
- * must not run twice (random draws, writes, modules that run as they are, partial sums). Storages
- * stay or go, not values: a view of what stays costs nothing.
- *
- * This is checkpointing by segments (Chen et al. 2016) of a recorded graph: operators, not modules,
- * and the segments end where the fewest bytes cross.
+ * outline.c decides which storages are dropped; this writes the step that follows from it.
  *
  * A value that waits in host memory is also two values, and four nodes lie between them:
  *
@@ -31,8 +25,7 @@
 #include "engine/recompute.h"
 
 #include "base/vec.h"
-#include "engine/cost.h"
-#include "engine/plan_costs.h"
+#include "engine/outline.h"
 #include "graph/table.h"
 
 #include <stdlib.h>
@@ -48,27 +41,18 @@ typedef struct waiting {
 } waiting;
 
 typedef struct rewriter {
+    const koila__outline *o;
     const koila__placed *from;
     const koila_graph *g; /* of from */
     koila__recompute how;
     koila_allocator mem;
     koila__arena tmp;
-    koila_value *root; /* [value] whose storage it lies in */
-    bool *stays;       /* [value] as root: the storage is not dropped */
-    uint32_t *segment; /* [node up to at] */
-    uint32_t last_segment;
-    /* [node up to at] bytes that it makes for the backward pass; the sum of all */
-    uint64_t *held;
-    uint64_t all_held;
-    bool *is_held;       /* [value] as root: some of it is wanted by the backward pass itself */
-    koila_node *last;    /* [value] as root: the last node up to `at` that uses it */
     bool *wanted;        /* [value] a second one is wanted */
     bool *is_again;      /* [node] runs again */
     koila_value *first;  /* [value] of `to` */
     koila_value *second; /* [value] of `to`, or KOILA_NONE */
     VEC(koila_node) demand;
     bool *is_demanded;  /* [node] */
-    bool *may_wait;     /* [value] as root: in host memory */
     VEC(waiting) waits; /* in the order of `last` */
     uint32_t *wait_of;  /* [value] its index in `waits` + 1; 0: it does not wait */
     uint32_t *turns;    /* [waits] in the order in which they are fetched */
@@ -105,278 +89,64 @@ static koila_value output_of(const rewriter *r, koila_node n, uint32_t j)
     return r->g->nodes.at[n].first_output + j;
 }
 
-/* Does node n read input i as its producer left it: no barrier, and no slice of a whole value? */
-static bool is_local(const rewriter *r, koila_node n, uint32_t i)
-{
-    const koila_value v = input_of(r, n, i);
-    const koila_node m = producer(r, v);
-    return m != KOILA_NONE && r->from->node[m].in_loop == r->from->node[n].in_loop &&
-           r->from->node[m].axis == r->from->node[n].axis &&
-           koila__placement_equal(r->from->need[r->g->nodes.at[n].first_input + i],
-                                  r->from->value[v]);
-}
-
-/* May node n read a second value as input i: as its producer left it, or rows that a loop makes
- * whole? Nothing crosses loops while it waits in host memory. */
+/* May node n read a second value as input i? */
 static bool may_take(const rewriter *r, koila_node n, uint32_t i)
 {
-    const koila_value v = input_of(r, n, i);
-    const koila_node m = producer(r, v);
-    return is_local(r, n, i) || (!r->how.n_offloaded && m != KOILA_NONE &&
-                                 r->from->node[m].in_loop && r->from->value[v].kind == KOILA_S);
-}
-
-/* ---- storages */
-
-static bool is_view(const rewriter *r, koila_node n)
-{
-    const koila_sig_info *s = sig_of(r, n);
-    return !s->n_writes && s->n_inputs &&
-           ((koila_op_flags(r->g->table, s->op) & KOILA_OP_VIEW) ||
-            (koila_op_facts(r->g->table, s->op) & KOILA_FACT_MAY_ALIAS));
-}
-
-static void find_roots(rewriter *r)
-{
-    for (koila_value v = 0; v < r->g->values.n; v++)
-        r->root[v] = v;
-    for (koila_node n = 0; n < r->g->nodes.n; n++)
-        for (uint32_t j = 0; is_view(r, n) && j < sig_of(r, n)->n_outputs; j++)
-            r->root[output_of(r, n, j)] = r->root[input_of(r, n, 0)];
-}
-
-static bool is_forward(const rewriter *r, koila_value v)
-{
-    const koila_node n = producer(r, v);
-    return n != KOILA_NONE && n <= r->how.at;
-}
-
-/* Results of the forward pass that the backward pass reads are wanted, or stay where it reads them
- * otherwise than they were left. Results of the step stay. */
-static void want(rewriter *r, const koila_value *targets, uint32_t n_targets)
-{
-    for (uint32_t i = 0; i < n_targets; i++)
-        r->stays[r->root[targets[i]]] = true;
-    for (koila_node n = r->how.at + 1; n < r->g->nodes.n; n++) {
-        const koila_sig_info *s = sig_of(r, n);
-        for (uint32_t i = 0; i < s->n_inputs; i++) {
-            const koila_value v = input_of(r, n, i);
-            if (!is_forward(r, v) || (s->n_writes && !koila__reads(s, i)))
-                continue;
-            if (may_take(r, n, i))
-                r->wanted[v] = true;
-            else
-                r->stays[r->root[v]] = true;
-        }
-    }
-}
-
-/* ---- segments */
-
-static uint64_t bytes_of(const rewriter *r, koila_value v)
-{
-    return r->g->values.at[v].meta == KOILA_NONE ? 0 : koila__value_meta(r->g, v)->n_storage_bytes;
-}
-
-/* Finds what is held. crossing[n]: bytes made up to n that later nodes of the forward pass read. */
-static koila_status weigh(rewriter *r, uint64_t *crossing)
-{
-    const koila_node end = r->how.at + 1;
-    bool *is_held = r->is_held = koila__arena_array(&r->tmp, r->g->values.n, sizeof *is_held);
-    koila_node *last = r->last = koila__arena_array(&r->tmp, r->g->values.n, sizeof *last);
-    uint64_t *held = r->held = koila__arena_array(&r->tmp, end, sizeof *held);
-    TRY_ALLOC(is_held && last && held);
-    for (koila_value v = 0; v < r->g->values.n; v++)
-        if (r->wanted[v])
-            is_held[r->root[v]] = true;
-    for (koila_node n = 0; n < end; n++)
-        for (uint32_t i = 0; i < sig_of(r, n)->n_inputs; i++)
-            last[r->root[input_of(r, n, i)]] = n;
-    uint64_t now = 0;
-    uint64_t *ending = koila__arena_array(&r->tmp, end, sizeof *ending);
-    TRY_ALLOC(ending);
-    for (koila_node n = 0; n < end; n++) {
-        for (uint32_t j = 0; j < sig_of(r, n)->n_outputs; j++) {
-            const koila_value v = output_of(r, n, j);
-            if (r->root[v] != v)
-                continue;
-            held[n] += is_held[v] ? bytes_of(r, v) : 0;
-            if (last[v] > n) {
-                now += bytes_of(r, v);
-                ending[last[v]] += bytes_of(r, v);
-            }
-        }
-        now -= ending[n];
-        crossing[n] = now;
-        r->all_held += held[n];
-    }
-    return KOILA_OK;
-}
-
-/* Ends each segment near its share of the held bytes, where the fewest bytes cross. */
-static koila_status cut(rewriter *r)
-{
-    const koila_node end = r->how.at + 1;
-    const double n_segments = r->how.n_segments;
-    uint64_t *crossing = koila__arena_array(&r->tmp, end, sizeof *crossing);
-    TRY_ALLOC(crossing);
-    KOILA_TRY(weigh(r, crossing));
-    const uint64_t *held = r->held;
-    const uint64_t all = r->all_held;
-    uint64_t sum = 0;
-    uint32_t number = 0;
-    for (koila_node n = 0; n < end && all; number++) {
-        koila_node best = KOILA_NONE;
-        for (koila_node k = n; k < end; k++) {
-            const double share = (double)(sum += held[k]) / (double)all * n_segments - number;
-            if (share > 1.25 && best != KOILA_NONE)
-                break;
-            if (share >= 0.75 && (best == KOILA_NONE || crossing[k] <= crossing[best]))
-                best = k;
-        }
-        if (best == KOILA_NONE || number + 1 >= r->how.n_segments)
-            best = end - 1;
-        for (sum = 0; n <= best; n++)
-            r->segment[n] = number;
-        for (koila_node k = 0; k < n; k++)
-            sum += held[k];
-    }
-    r->last_segment = number ? number - 1 : 0;
-    return KOILA_OK;
+    return koila__outline_may_take(r->o, n, i);
 }
 
 /* ---- what runs again */
 
-static bool can_run_again(const rewriter *r, koila_node n)
+static koila__fate fate_of(const rewriter *r, koila_value v)
 {
-    const koila_sig_info *s = sig_of(r, n);
-    const uint32_t flags = koila_op_flags(r->g->table, s->op);
-    if (s->n_writes || (flags & (KOILA_OP_RANDOM | KOILA_OP_OPAQUE)))
-        return false;
-    for (uint32_t j = 0; j < s->n_outputs; j++)
-        if (r->from->value[output_of(r, n, j)].kind == KOILA_P)
-            return false;
-    if (is_view(r, n) && r->may_wait[r->root[output_of(r, n, 0)]])
-        return true;
-    if (r->segment[n] == r->last_segment)
-        return false;
-    return !r->how.keeps_expensive || !koila__cost_of(r->g->table, s).expensive;
+    return koila__outline_fate(r->o, koila__outline_root(r->o, v));
 }
 
-/* Node n runs again: its inputs are wanted, or stay. */
-static void want_inputs(rewriter *r, koila_node n)
+/* The backward pass wants second values of what does not stay. */
+static void want(rewriter *r)
 {
-    for (uint32_t i = 0; i < sig_of(r, n)->n_inputs; i++) {
-        const koila_value v = input_of(r, n, i);
-        if (producer(r, v) == KOILA_NONE)
-            continue;
-        const bool is_near = r->segment[producer(r, v)] == r->segment[n];
-        if (may_take(r, n, i) && (is_near || r->may_wait[r->root[v]]))
-            r->wanted[v] = true;
-        else
-            r->stays[r->root[v]] = true;
-    }
-}
-
-/* Node n does not run again: those of its results that are wanted wait in host memory, or stay. */
-static koila_status leave(rewriter *r, koila_node n)
-{
-    for (uint32_t j = 0; j < sig_of(r, n)->n_outputs; j++) {
-        const koila_value v = output_of(r, n, j);
-        if (!r->wanted[v])
-            continue;
-        if (r->may_wait[v]) {
-            const waiting w = { .value = v, .last = r->last[v] > n ? r->last[v] : n };
-            if (!koila__vec_push(&r->mem, &r->waits, w))
-                return KOILA_NO_MEMORY;
-            continue;
+    for (koila_node n = r->how.at + 1; n < r->g->nodes.n; n++) {
+        const koila_sig_info *s = sig_of(r, n);
+        for (uint32_t i = 0; i < s->n_inputs && koila__outline_is_needed(r->o, n); i++) {
+            const koila_value v = input_of(r, n, i);
+            const koila_node m = producer(r, v);
+            if (m != KOILA_NONE && m <= r->how.at && (!s->n_writes || koila__reads(s, i)))
+                r->wanted[v] |= fate_of(r, v) != KOILA__STAYS;
         }
-        r->stays[r->root[v]] = true;
-        r->wanted[v] = false;
     }
-    return KOILA_OK;
 }
 
+/* Result v of node n is wanted, and waits in host memory. */
+static koila_status wait(rewriter *r, koila_node n, koila_value v)
+{
+    const koila_node last = koila__outline_last(r->o, v);
+    const waiting w = { .value = v, .last = last > n ? last : n };
+    return koila__vec_push(&r->mem, &r->waits, w) ? KOILA_OK : KOILA_NO_MEMORY;
+}
+
+/* Finds the nodes that run again, views of what is made again among them, and what waits. */
 static koila_status choose(rewriter *r)
 {
     for (koila_node n = r->how.at + 1; n-- > 0;) {
-        bool is_wanted = false;
-        bool any_waits = false;
+        bool is_again = false;
         for (uint32_t j = 0; j < sig_of(r, n)->n_outputs; j++) {
             const koila_value v = output_of(r, n, j);
-            r->wanted[v] &= !r->stays[r->root[v]];
-            is_wanted |= r->wanted[v];
-            any_waits |= r->wanted[v] && r->may_wait[v];
+            const bool waits = koila__outline_root(r->o, v) == v && fate_of(r, v) == KOILA__WAITS;
+            if (r->wanted[v] && waits)
+                KOILA_TRY(wait(r, n, v));
+            is_again |= r->wanted[v] && !waits;
         }
-        if (!is_wanted)
+        if (!is_again)
             continue;
-        if (any_waits || !can_run_again(r, n)) {
-            KOILA_TRY(leave(r, n));
-            continue;
-        }
         r->is_again[n] = true;
         r->n_again++;
-        want_inputs(r, n);
+        for (uint32_t i = 0; i < sig_of(r, n)->n_inputs; i++)
+            r->wanted[input_of(r, n, i)] |= fate_of(r, input_of(r, n, i)) != KOILA__STAYS;
     }
     return KOILA_OK;
 }
 
 /* ---- what waits in host memory */
-
-/* Host memory that torch takes for a copy: its pinned blocks are powers of two. */
-static uint64_t host_bytes(uint64_t n_bytes)
-{
-    uint64_t n = 1;
-    while (n < n_bytes && n <= UINT64_MAX / 2)
-        n *= 2;
-    return n;
-}
-
-/* A storage that the forward pass makes and never writes again, all in one form. */
-static bool could_wait(const rewriter *r, koila_value v)
-{
-    const koila_placement p = r->from->value[v];
-    if (!r->is_held[v] || r->stays[v] || r->g->values.at[v].meta == KOILA_NONE)
-        return false;
-    const koila_meta_info *m = koila__value_meta(r->g, v);
-    return m->device == r->how.host.device && koila_meta_is_dense(m) &&
-           m->n_bytes > r->all_held / KOILA_COST_FEWEST_OFFLOADED &&
-           (p.kind == KOILA_R || (p.kind == KOILA_S && p.outer > 0));
-}
-
-/* Is moving v, which node n makes, less work than running n again? */
-static bool is_cheaper_moved(const rewriter *r, koila_node n, koila_value v)
-{
-    const double once = koila__offload_work((double)bytes_of(r, v), r->how.host.price);
-    return !can_run_again(r, n) || 2 * once < koila__cost_of(r->g->table, sig_of(r, n)).work;
-}
-
-/* Finds what may wait: the first made come first, for they wait longest. */
-static void find_waiting(rewriter *r)
-{
-    const double share = (double)r->how.n_offloaded / KOILA__OFFLOAD_PARTS;
-    const koila_node end = r->how.n_offloaded ? r->how.at + 1 : 0;
-    uint64_t sum = 0;
-    uint64_t in_host = 0;
-    for (koila_node n = 0; n < end; n++) {
-        sum += r->held[n];
-        if ((double)sum > share * (double)r->all_held)
-            break;
-        for (uint32_t j = 0; j < sig_of(r, n)->n_outputs; j++) {
-            const koila_value v = output_of(r, n, j);
-            if (!could_wait(r, v) || !is_cheaper_moved(r, n, v))
-                continue;
-            const uint64_t n_bytes = host_bytes(bytes_of(r, v));
-            if (n_bytes > r->how.host.n_bytes - in_host)
-                return;
-            in_host += n_bytes;
-            r->may_wait[v] = true;
-        }
-    }
-    for (koila_node n = 0; n < end; n++)
-        for (uint32_t w = 0; w < sig_of(r, n)->n_writes; w++)
-            r->may_wait[r->root[input_of(r, n, sig_of(r, n)->writes[w].input)]] = false;
-}
 
 static int compare_waits(const void *a, const void *b)
 {
@@ -548,7 +318,7 @@ static koila_status find_demand(rewriter *r, koila_node n)
 {
     const koila_sig_info *s = sig_of(r, n);
     r->demand.n = 0;
-    for (uint32_t i = 0; i < s->n_inputs; i++)
+    for (uint32_t i = 0; i < s->n_inputs && koila__outline_is_needed(r->o, n); i++)
         if ((!s->n_writes || koila__reads(s, i)) && may_take(r, n, i))
             KOILA_TRY(demand(r, input_of(r, n, i)));
     for (uint32_t k = 0; k < r->demand.n; k++) {
@@ -677,18 +447,13 @@ static koila_status make_arrays(rewriter *r)
 {
     const uint32_t V = r->g->values.n + 1;
     const uint32_t N = r->g->nodes.n + 1;
-    r->root = koila__arena_array(&r->tmp, V, sizeof *r->root);
-    r->stays = koila__arena_array(&r->tmp, V, sizeof *r->stays);
     r->wanted = koila__arena_array(&r->tmp, V, sizeof *r->wanted);
     r->first = koila__arena_array(&r->tmp, V, sizeof *r->first);
     r->second = koila__arena_array(&r->tmp, V, sizeof *r->second);
-    r->segment = koila__arena_array(&r->tmp, N, sizeof *r->segment);
     r->is_again = koila__arena_array(&r->tmp, N, sizeof *r->is_again);
     r->is_demanded = koila__arena_array(&r->tmp, N, sizeof *r->is_demanded);
-    r->may_wait = koila__arena_array(&r->tmp, V, sizeof *r->may_wait);
     r->wait_of = koila__arena_array(&r->tmp, V, sizeof *r->wait_of);
-    TRY_ALLOC(r->root && r->stays && r->wanted && r->first && r->second && r->segment &&
-              r->is_again && r->is_demanded && r->may_wait && r->wait_of);
+    TRY_ALLOC(r->wanted && r->first && r->second && r->is_again && r->is_demanded && r->wait_of);
     for (uint32_t v = 0; v < V; v++)
         r->second[v] = KOILA_NONE;
     return KOILA_OK;
@@ -714,14 +479,10 @@ static koila_status prepare_waits(rewriter *r)
     return order_turns(r);
 }
 
-static koila_status rewrite(rewriter *r, const koila_value *targets, uint32_t n_targets,
-                            koila__placed **out)
+static koila_status rewrite(rewriter *r, koila__placed **out)
 {
     KOILA_TRY(make_arrays(r));
-    find_roots(r);
-    want(r, targets, n_targets);
-    KOILA_TRY(cut(r));
-    find_waiting(r);
+    want(r);
     KOILA_TRY(choose(r));
     if (!r->n_again && !r->waits.n)
         return KOILA_OK;
@@ -730,18 +491,17 @@ static koila_status rewrite(rewriter *r, const koila_value *targets, uint32_t n_
     return hand_over(r, out);
 }
 
-koila_status koila__recompute_new(const koila__placed *p, const koila_value *targets,
-                                  uint32_t n_targets, koila__recompute how,
-                                  const koila_allocator *mem, koila__placed **out,
-                                  koila_value *again)
+koila_status koila__recompute_as(const koila__outline *o, const koila__placed *p,
+                                 const koila_value *targets, uint32_t n_targets,
+                                 koila__recompute how, const koila_allocator *mem,
+                                 koila__placed **out, koila_value *again)
 {
     const koila_allocator a = koila__allocator(mem);
-    rewriter r = { .from = p, .g = p->graph, .how = how, .mem = a };
-    koila_assert(how.at < p->graph->nodes.n && how.n_segments >= 1 && !p->cut && !p->absent);
+    rewriter r = { .o = o, .from = p, .g = p->graph, .how = how, .mem = a };
     *out = NULL;
     koila__arena_init(&r.tmp, &a);
     koila__arena_init(&r.keep, &a);
-    const koila_status status = rewrite(&r, targets, n_targets, out);
+    const koila_status status = rewrite(&r, out);
     for (uint32_t i = 0; *out && i < n_targets; i++)
         again[i] = r.first[targets[i]];
     koila__vec_free(&a, &r.demand);
@@ -755,5 +515,22 @@ koila_status koila__recompute_new(const koila__placed *p, const koila_value *tar
         koila__arena_deinit(&r.keep);
     }
     koila_check(!*out || koila__placed_check(*out, NULL));
+    return status;
+}
+
+koila_status koila__recompute_new(const koila__placed *p, const koila_value *targets,
+                                  uint32_t n_targets, koila__recompute how,
+                                  const koila_allocator *mem, koila__placed **out,
+                                  koila_value *again)
+{
+    koila__outline *o;
+    *out = NULL;
+    KOILA_TRY(koila__outline_new(&o, p, targets, n_targets, how.at,
+                                 &(koila__outline_options){ .uses_host = how.n_offloaded > 0 },
+                                 mem));
+    koila_status status = KOILA_OK;
+    if (koila__outline_choose(o, &how))
+        status = koila__recompute_as(o, p, targets, n_targets, how, mem, out, again);
+    koila__outline_free(o);
     return status;
 }

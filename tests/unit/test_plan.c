@@ -573,6 +573,96 @@ TEST(plan__results_that_are_computed_again_are_the_same)
     printf("  %u steps with results that are computed again\n", n_with);
 }
 
+/* What a bound says, and what the schedule needs. */
+typedef struct bounded {
+    uint64_t bound, peak;
+    double least_work, work;
+    bool any; /* something is dropped */
+} bounded;
+
+/* Bounds the step with results dropped in slices of `rows`, then schedules it in slices of
+ * `run_rows`. */
+static bounded bound_of(const random_graph *r, bool whole, koila__recompute how, int64_t rows,
+                        int64_t run_rows)
+{
+    koila__placed *base = NULL, *again = NULL;
+    koila__schedule s;
+    koila__outline *o = NULL;
+    koila_value targets[RG_MAX_VALUES], at_end[RG_MAX_VALUES];
+    int64_t b_rows[4] = { 0 }, r_rows[4] = { 0 };
+    bounded x = { 0 };
+    const koila__keep keep = { .horizon = UINT32_MAX };
+    uint64_t inside = how.at / 4 % 2;
+    CHECK((whole ? koila__place_whole : koila__place)(r->g, r->targets, r->n_targets, NULL, &base,
+                                                      NULL) == KOILA_OK);
+    for (uint32_t i = 0; i < r->n_targets; i++)
+        targets[i] = base->lowered[r->targets[i]];
+    for (uint32_t a = 0; a < r->g->axes.n; a++) {
+        const int64_t all = r->g->axes.at[a];
+        b_rows[a] = whole || rows > all ? all : rows;
+        r_rows[a] = whole || run_rows > all ? all : run_rows;
+    }
+    CHECK(koila__schedule_init(&s, base, targets, r->n_targets, keep, NULL, NULL) == KOILA_OK);
+    koila__outline_options options = { .rows = b_rows,
+                                       .workspace = uneven,
+                                       .user = &inside,
+                                       .n_loops = s.n_loops,
+                                       .uses_host = how.n_offloaded > 0 };
+    koila__schedule_deinit(&s);
+    how.at %= base->graph->nodes.n + 1;
+    if (how.at < base->graph->nodes.n) {
+        CHECK(koila__outline_new(&o, base, targets, r->n_targets, how.at, &options, NULL) ==
+              KOILA_OK);
+        x.any = koila__outline_choose(o, &how);
+        x.bound = koila__outline_bound(o);
+        x.least_work = koila__outline_work(o);
+    }
+    if (x.any) {
+        const koila__live_options live = { .rows = r_rows, .workspace = uneven, .user = &inside };
+        CHECK(koila__recompute_as(o, base, targets, r->n_targets, how, NULL, &again, at_end) ==
+              KOILA_OK);
+        CHECK(koila__schedule_init(&s, again, at_end, r->n_targets, keep, NULL, NULL) == KOILA_OK);
+        x.peak = koila__live_simulate(again, &s, &live, NULL, NULL, NULL).peak_bytes;
+        x.work = s.work;
+        koila__schedule_deinit(&s);
+    }
+    koila__outline_free(o);
+    koila__placed_free(again);
+    koila__placed_free(base);
+    return x;
+}
+
+/* A way is ruled out by its bounds: they must not be above what it needs. Most are exact. */
+TEST(plan__bounds_of_recomputing_are_never_above_the_peak_and_the_work)
+{
+    uint32_t n_with = 0, n_exact = 0, n_seen = 0;
+    for (uint64_t seed = 1; seed <= 1500; seed++) {
+        random_graph r;
+        if (rg_init(&r, NULL, seed, NULL, 0, 60) != KOILA_OK)
+            abort();
+        for (uint32_t k = 0; k < 8; k++) {
+            const koila__recompute how = { .at = (koila_node)(seed * 7 + k * 11),
+                                           .n_segments = 1 + k % 4,
+                                           .keeps_expensive = k & 1,
+                                           .n_offloaded = seed % 3 ? 0 : 7,
+                                           .ahead = k & 4,
+                                           .host = { .n_bytes = UINT64_MAX, .price = 1e-9 } };
+            const bounded x = bound_of(&r, k & 2, how, 1 + k % 3, 1 + k % 3);
+            if (!x.any)
+                continue;
+            n_with++;
+            n_exact += x.bound == x.peak;
+            CHECK(x.bound <= x.peak && x.least_work <= x.work * (1 + 1e-9));
+            /* a planted fault: it bounds slices of one row more */
+            const bounded wrong = bound_of(&r, k & 2, how, 2 + k % 3, 1 + k % 3);
+            n_seen += wrong.bound > wrong.peak;
+        }
+        rg_deinit(&r);
+    }
+    CHECK(n_with > 1000 && 2 * n_exact > n_with && n_seen > 50);
+    printf("  %u ways bounded, %u exactly\n", n_with, n_exact);
+}
+
 /* The same with host memory, in which nothing is counted: the interpreter's peak, which is checked,
  * has each value only from when it is made to its last use, and from the fetch on. */
 TEST(plan__results_that_wait_in_host_memory_are_the_same)

@@ -1,0 +1,77 @@
+/* outline.h — a placed step as far as dropping results is concerned: the storages that its forward
+ * pass makes, who reads them, and what becomes of each. Internal to src/engine. */
+#ifndef KOILA_SRC_OUTLINE_H
+#define KOILA_SRC_OUTLINE_H
+
+#include "placement/place.h"
+
+/* Host memory for values of one device. */
+typedef struct koila__host {
+    uint64_t n_bytes; /* that may be taken of it */
+    double price;     /* work (plan_costs.h) of a byte that is copied there or back; 0: none */
+    uint16_t device;  /* whose values; as koila_meta_info.device */
+} koila__host;
+
+/* What is dropped. */
+typedef struct koila__recompute {
+    /* the forward pass ends with this node: where the step holds the most */
+    koila_node at;
+    /* The nodes up to `at` are cut into so many segments that hold equal bytes for the backward
+     * pass. What crosses from one to another stays, and so does the last segment: it is needed at
+     * once. 2 or more; 1 where only host memory is used. */
+    uint32_t n_segments;
+    bool keeps_expensive; /* results of expensive operators (cost.h) stay too */
+    /* Of the bytes held for the backward pass, the first so many KOILA__OFFLOAD_PARTS may wait in
+     * host memory: what stays, and what is cheaper to move than to compute again. 0: none may.
+     * With n_segments == 1 nothing is computed again, but views of what was moved. */
+    uint32_t n_offloaded;
+    koila__host host; /* where they wait */
+    /* each copy ends one copy later than its value is needed: copies run beside the kernels */
+    bool ahead;
+} koila__recompute;
+enum { KOILA__OFFLOAD_PARTS = 16 };
+
+/* What becomes of a storage that the forward pass makes. */
+typedef enum koila__fate {
+    KOILA__STAYS, /* until its last use, as recorded */
+    KOILA__AGAIN, /* dropped after its last use in the forward pass, and made once more */
+    KOILA__WAITS, /* in host memory */
+} koila__fate;
+
+/* How the step runs, for the bound. */
+typedef struct koila__outline_options {
+    const int64_t *rows; /* [axes] of a slice */
+    uint64_t (*workspace)(void *user, koila_sig sig, int64_t rows, int64_t batch);
+    void *user;
+    uint32_t n_loops; /* of the step as it was placed; 0: it runs whole */
+    bool uses_host;   /* results may wait in host memory */
+} koila__outline_options;
+
+typedef struct koila__outline koila__outline;
+/* p and the options' rows must outlive it; targets: values of p; at: koila__recompute.at. On
+ * KOILA_OK *out is yours: koila__outline_free(). Expected: NO_MEMORY. */
+koila_status koila__outline_new(koila__outline **out, const koila__placed *p,
+                                const koila_value *targets, uint32_t n_targets, koila_node at,
+                                const koila__outline_options *options, const koila_allocator *mem);
+void koila__outline_free(koila__outline *o);
+
+/* Decides what becomes of each storage. False: nothing is dropped. */
+bool koila__outline_choose(koila__outline *o, const koila__recompute *how);
+/* Of what was chosen last: a lower bound of the peak of its schedule, in the options' rows. */
+uint64_t koila__outline_bound(koila__outline *o);
+/* The same of its work: every call once, those that run again twice, and copies. */
+double koila__outline_work(const koila__outline *o);
+
+/* The value that names the storage in which v lies. */
+koila_value koila__outline_root(const koila__outline *o, koila_value v);
+/* What became of the storage that `root` names. */
+koila__fate koila__outline_fate(const koila__outline *o, koila_value root);
+/* The last node of the forward pass that uses it. */
+koila_node koila__outline_last(const koila__outline *o, koila_value root);
+
+/* Does the step need node n? */
+bool koila__outline_is_needed(const koila__outline *o, koila_node n);
+/* May node n read a second value as its input i? */
+bool koila__outline_may_take(const koila__outline *o, koila_node n, uint32_t i);
+
+#endif
