@@ -124,4 +124,5 @@ def laboratory(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None
     ):
         profiled(1)
     assert_type((m.rise, m.peak, t.peak, courtesy.yielded), tuple[int, int, int, bool])
+    assert_type(t.curve(), list[tuple[float, int]])
     m.height  # type: ignore[attr-defined]

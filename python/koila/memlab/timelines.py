@@ -36,8 +36,8 @@ class timeline:
     no other number.
 
     After the block: `.start .peak .end` (bytes), `.n_events`; at the peak `.at_peak` [{name, kind,
-    bytes, line, module}], `.by_kind() .by_module() .by_line()`; `str()`; `.save(path)`: .txt .html
-    .json .csv, and .pickle, which PyTorch's memory viewer opens.
+    bytes, line, module}], `.by_kind() .by_module() .by_line()`; `.curve()`; `str()`;
+    `.save(path)`: .txt .html .json .csv, and .pickle, which PyTorch's memory viewer opens.
 
     A block freed before the end has the kind "gone": its line and module are known, its name is
     not.
@@ -143,6 +143,17 @@ class timeline:
         if self._record is None:
             raise RuntimeError("timeline: nothing was recorded; use it as a context manager")
         return self._record
+
+    def curve(self) -> list[tuple[float, int]]:
+        """[(seconds since the beginning, bytes held from then on)]: `.start`, then each event."""
+        record = self._over()
+        events = record.events()
+        held = self.start
+        points = [(0.0, held)]
+        for _, change, _, ns in events[len(events) - record.n_events :]:  # not what was held before
+            held += change
+            points.append((ns * 1e-9, held))
+        return points
 
     def by_kind(self) -> dict[str, int]:
         """{kind: bytes} at the peak, largest first."""

@@ -106,6 +106,19 @@ def test_a_million_events_are_one_small_page(tmp_path):
     assert not core.memlab_tracing()  # as it was before
 
 
+def test_the_curve_begins_with_what_was_held_and_counts_each_event_once():
+    """PyTorch's viewer is given what was held before as events: the curve's beginning has that."""
+    memlab.start()
+    before = torch.empty(4_000_000, dtype=torch.uint8)
+    with timeline() as t:
+        torch.empty(3_000_000, dtype=torch.uint8)
+        del before
+    seconds, held = zip(*t.curve(), strict=True)
+    assert (held[0], max(held), held[-1]) == (t.start, t.peak, t.end)
+    assert t.start >= 4_000_000 and t.end < t.start < t.peak and len(held) == 1 + t.n_events
+    assert list(seconds) == sorted(seconds) and seconds[0] == 0
+
+
 class Page(HTMLParser):
     def __init__(self):
         super().__init__()
