@@ -204,6 +204,12 @@ static koila_status choose_way(koila__planning *q)
 
 /* ---- other axes */
 
+/* Does the way take more work than computing the forward pass again? */
+static bool is_costly(const koila__way *way)
+{
+    return way->schedule.work > KOILA_COST_FORWARD_AGAIN * way->schedule.work_recorded;
+}
+
 /* Plans along one of them; on KOILA_OK *out is yours. */
 static koila_status slice_along(const koila__planning *q, const koila__axis *axis, koila__way *out)
 {
@@ -221,7 +227,7 @@ static koila_status slice_along(const koila__planning *q, const koila__axis *axi
     along.dim = axis->dim;
     along.unit = unit;
     koila_status status = koila__search(&along, koila__place_cut, out);
-    if (status == KOILA_OK && q->drops_along && !koila__way_fits(q, out)) {
+    if (status == KOILA_OK && q->drops_along && (!koila__way_fits(q, out) || is_costly(out))) {
         koila_node turn;
         status = koila__drop_turn(q, &turn);
         if (status == KOILA_OK && turn != KOILA_NONE)
@@ -266,7 +272,22 @@ static koila_status find_other_axis(koila__planning *q, koila__way *best, koila_
     return KOILA_OK;
 }
 
-/* Takes another axis where one fits; in any case if the caller asks for one. */
+/* Does the plan so far not fit, or does the caller not take it? */
+static bool rows_do_not_fit(const koila__planning *q)
+{
+    const koila_plan_options *o = q->options;
+    return q->plan->info.peak_bytes > o->budget_bytes || (o->accepts && !q->accepted);
+}
+
+/* Is the way better than the plan so far, which may fit? */
+static bool is_improvement(const koila__planning *q, const koila__way *way)
+{
+    return koila__way_fits(q, way) &&
+           (rows_do_not_fit(q) || way->schedule.work < q->plan->info.work);
+}
+
+/* Takes another axis where one fits, and is less work than a plan that does; in any case if the
+ * caller asks for one. */
 static koila_status plan_other_axis(koila__planning *q)
 {
     koila__way best = { 0 };
@@ -275,7 +296,7 @@ static koila_status plan_other_axis(koila__planning *q)
     const koila_status status = find_other_axis(q, &best, &axis);
     if (status == KOILA_OK && !best.placed && in_any_case)
         return koila__fail(q->err, KOILA_UNSUPPORTED, 0, "plan: the batch has no other axis");
-    if (status != KOILA_OK || !best.placed || !(in_any_case || koila__way_fits(q, &best))) {
+    if (status != KOILA_OK || !best.placed || !(in_any_case || is_improvement(q, &best))) {
         koila__way_free(&best);
         return status;
     }
@@ -283,13 +304,6 @@ static koila_status plan_other_axis(koila__planning *q)
     q->unit = axis.size / axis.rows;
     adopt(q, &best);
     return koila__plan_describe(q->plan, q->options);
-}
-
-/* Does the plan so far not fit, or does the caller not take it? */
-static bool rows_do_not_fit(const koila__planning *q)
-{
-    const koila_plan_options *o = q->options;
-    return q->plan->info.peak_bytes > o->budget_bytes || (o->accepts && !q->accepted);
 }
 
 /* ---- rows and another axis */
@@ -376,6 +390,16 @@ static koila_status plan_recomputed(koila__planning *q)
     return koila__plan_describe(p, q->options);
 }
 
+/* The plan fits along another axis, where its loops compute much of the forward pass once more in
+ * each: with results dropped, which go through barriers too, that may be less work. */
+static koila_status plan_cheaper_axis(koila__planning *q)
+{
+    if (q->plan->info.n_again) /* they are dropped already */
+        return KOILA_OK;
+    q->drops_along = true;
+    return plan_other_axis(q);
+}
+
 /* ---- all of it */
 
 static koila_status plan_rows(koila__planning *q)
@@ -420,6 +444,8 @@ static koila_status make_plan(koila__planning *q)
     KOILA_TRY(plan_axes(q));
     if (o->recomputes && (rows_do_not_fit(q) || is_costly_axis(q)))
         KOILA_TRY(plan_recomputed(q));
+    if (o->recomputes && o->axes == KOILA_AXES_ANY && !rows_do_not_fit(q) && is_costly_axis(q))
+        KOILA_TRY(plan_cheaper_axis(q));
     p->info.has_other_axes = koila__axes_any(q->graph);
     koila_check(koila_plan_check(p, NULL));
     if (p->info.peak_bytes <= o->budget_bytes)

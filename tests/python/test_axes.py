@@ -8,6 +8,7 @@ import gc
 import program_generator as programs
 import pytest
 import torch
+import zoo
 from conftest import DEVICE, LONG
 from helpers import Cut, compare_along_other, model_state, plain, random_state, step_program
 from long_models import MODELS, T, gpt2, lm_loss
@@ -382,6 +383,29 @@ def test_a_plan_tells_its_axis():
     assert text in str(koila.last_plan())
     assert explained.axis is not None and ahead.axis is not None
     assert "of 2,048 along dim 1" in repr(plan)
+
+
+def bytes_for(per_token, n_tokens, model):
+    held = _core.cpu_bytes_current()
+    return held + sum(p.nbytes for p in model.parameters()) + per_token * n_tokens
+
+
+@counted
+def test_along_tokens_less_memory_is_never_less_work():
+    """Loops that keep nothing compute the layers before them once more in each of 13: results that
+    are dropped, and computed again segment by segment, are a third of that work."""
+    n = 2048
+    model = zoo.gpt2(n_positions=n, n_embd=64, n_head=2, n_layer=6, vocab_size=500)
+    ids = torch.randint(0, 500, (1, n))
+
+    def step(x, y):
+        F.cross_entropy(model(input_ids=x).logits.flatten(0, 1), y.flatten()).backward()
+
+    work = [
+        koila.plan(step, ids, ids, budget=bytes_for(per_token, n, model)).replay_ratio
+        for per_token in (20_000, 15_000, 12_000, 10_000, 8_000, 7_000, 6_000)
+    ]
+    assert work == sorted(work) and work[-1] < 2
 
 
 def test_forced_rows_are_rows():
