@@ -177,7 +177,7 @@ def needs(model, data, loss):
 
 
 # which need rows and tokens cut at once, with two samples
-BOTH = ("gpt2", "llama", "unet3d")
+BOTH = ("gpt2", "llama", "bert", "unet3d")
 
 
 @counted
@@ -198,8 +198,12 @@ BOTH = ("gpt2", "llama", "unet3d")
         ("llama", 2, 0.3),
         ("llama", 3, 0.3),
         ("mistral", 1, 0.3),
+        ("mistral", 2, 0.5),
+        ("mistral", 2, 0.3),
         ("qwen2", 1, 0.3),
+        ("qwen2", 2, 0.5),
         ("bert", 1, 0.3),
+        ("bert", 2, 0.3),
         ("t5", 1, 0.5),
         ("vit", 1, 0.5),  # patches: no value of the batch has that dimension
         ("unet2d", 1, 0.5),

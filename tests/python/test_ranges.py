@@ -1,5 +1,5 @@
-"""torch.arange between lazy() of one sample and backward: a table of tokens by tokens made from it
-is cut along the tokens, and in all else it is the plain tensor that was asked for."""
+"""torch.arange between lazy() and backward: a table of tokens by tokens made from it is cut along
+the tokens of a sample, and in all else it is the plain tensor that was asked for."""
 
 import copy
 import pickle
@@ -36,16 +36,16 @@ USES = {
     "lazy data written": lambda h, n: (lambda f: (f.__setitem__(3, h[0, 3, 0]), h * column(f))[1])(
         n.double()
     ),
-    "a table of sines": lambda h, n: h * torch.sin(column(n) / 9).expand(1, T, C),
+    "a table of sines": lambda h, n: h * torch.sin(column(n) / 9).expand(len(h), T, C),
     "a causal table": lambda h, n: torch.where(n[:, None] >= n[None], 0.1, 0.0).double() @ h,
     "a sum along it": lambda h, n: h * column(n.cumsum(0)),
     "one hot": lambda h, n: F.one_hot(n, T).double() @ h,
     "an embedding": lambda h, n: (
         h + F.embedding(n, torch.linspace(0, 1, T * C).double().view(T, C))
     ),
-    "gather": lambda h, n: h.gather(1, n.flip(0)[None, :, None].expand(1, T, C)),
+    "gather": lambda h, n: h.gather(1, n.flip(0)[None, :, None].expand(len(h), T, C)),
     "scatter": lambda h, n: torch.zeros_like(h).scatter(
-        1, n.flip(0)[None, :, None].expand(1, T, C), h
+        1, n.flip(0)[None, :, None].expand(len(h), T, C), h
     ),
     "an if": lambda h, n: h if n[3] == 3 else -h,
     "all": lambda h, n: h if (n >= 0).all() else -h,
@@ -60,11 +60,22 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("tokens", [None, 16, 7])
+@pytest.mark.parametrize(
+    ("samples", "cut", "axes"),
+    [
+        (1, None, "any"),
+        (1, 16, "other"),
+        (1, 7, "other"),
+        (3, None, "any"),
+        (3, 2, "batch"),  # rows
+        (3, 7, "other"),
+        (3, 16, "both"),
+    ],
+)
 @pytest.mark.parametrize("use", USES)
-def test_numbers_of_one_sample_s_tokens_are_used_like_plain_ones(use, tokens):
+def test_numbers_of_a_sample_s_tokens_are_used_like_plain_ones(use, samples, cut, axes):
     torch.manual_seed(3)
-    x = torch.randn(1, T, C, dtype=torch.float64)
+    x = torch.randn(samples, T, C, dtype=torch.float64)
 
     def run(wrap):
         weight = torch.eye(C, dtype=torch.float64).requires_grad_()
@@ -74,12 +85,12 @@ def test_numbers_of_one_sample_s_tokens_are_used_like_plain_ones(use, tokens):
         return plain(out), weight.grad
 
     expected, gradient = run(lambda v: v)
-    before = _core.configure(micro_batch=tokens, axes="other" if tokens else "any")
+    before = _core.configure(micro_batch=cut, axes=axes)
     try:
         got, got_gradient = run(lazy)
     finally:
         _core.configure(micro_batch=before["micro_batch"], axes=before["axes"])
-    tolerance = 1e-12 if tokens else 0
+    tolerance = 1e-12 if cut else 0
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(got_gradient, gradient, rtol=tolerance, atol=tolerance)
 
@@ -87,7 +98,8 @@ def test_numbers_of_one_sample_s_tokens_are_used_like_plain_ones(use, tokens):
 @pytest.mark.parametrize(
     ("sample", "make"),
     [
-        ((2, T, C), lambda: torch.arange(T)),  # rows can be cut
+        ((T, T, C), lambda: torch.arange(T)),  # perhaps the numbers of the rows
+        ((T, C), lambda: torch.arange(T)),
         ((1, T, C), lambda: torch.arange(T - 1)),
         ((1, T, C), lambda: torch.arange(C)),  # a table of so few is small
         ((1, T, C), lambda: torch.arange(T, dtype=torch.float32)),
@@ -125,6 +137,32 @@ def test_a_step_that_reads_them_is_planned_ahead():
     assert koila.plan(step, x).n_recorded > 2
 
 
+def written_in_a_loop(x, n):
+    """Known data in a loop over samples, into the rows of a buffer and into a table."""
+    rows, table = torch.zeros(len(x), T), torch.arange(T)
+    for i in range(len(x)):
+        rows[i] = 1.0
+        rows[i, : n[i]] = 2.0
+        table[n[i]] = 0
+    return (x * rows[..., None] * table[None, :, None]).square().sum()
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_known_data_is_written_into_numbers_and_rows_as_it_is_without_koila(samples):
+    x = torch.randn(samples, T, C).double()
+    weight = torch.ones(C).double().requires_grad_()
+    written_in_a_loop(x * weight, [9] * samples).backward()
+    expected, weight.grad = weight.grad, None
+    for cut, axes in ((None, "any"), (1, "batch"), (7, "other")):
+        before = _core.configure(micro_batch=cut, axes=axes)
+        try:
+            written_in_a_loop(lazy(x) * weight, [9] * samples).backward()
+        finally:
+            _core.configure(micro_batch=before["micro_batch"], axes=before["axes"])
+        torch.testing.assert_close(weight.grad, expected, rtol=1e-12, atol=1e-12)
+        weight.grad = None
+
+
 class Biased(nn.Module):
     """Attention with a learned number for each distance between tokens."""
 
@@ -133,19 +171,20 @@ class Biased(nn.Module):
         self.inner, self.distances = nn.Linear(C, 3 * C).double(), nn.Embedding(T, 2).double()
 
     def forward(self, x):
-        q, k, v = self.inner(x).view(1, T, 3, 2, C // 2).permute(2, 0, 3, 1, 4)
+        q, k, v = self.inner(x).view(len(x), T, 3, 2, C // 2).permute(2, 0, 3, 1, 4)
         numbers = torch.arange(T)
         bias = self.distances((numbers[:, None] - numbers[None]).abs()).permute(2, 0, 1)[None]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
 @pytest.mark.about_the_cpu("its peaks are counted to the byte")
-def test_a_learned_table_of_positions_is_never_whole():
-    model, x = Biased(), torch.randn(1, T, C).double()
+@pytest.mark.parametrize(("samples", "axes"), [(1, "other"), (2, "other")])
+def test_a_learned_table_of_positions_is_never_whole(samples, axes):
+    model, x = Biased(), torch.randn(samples, T, C).double()
     model(x).square().mean().backward()
     expected = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    before = _core.configure(micro_batch=8, axes="other")
+    before = _core.configure(micro_batch=8, axes=axes)
     try:
         model(lazy(x)).square().mean().backward()
     finally:

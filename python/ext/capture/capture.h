@@ -119,9 +119,7 @@ koila_value koila__tape_leaf_new(koila__tape *t, PyObject *real, koila_meta meta
 int koila__tape_axis(koila__tape *t, uint64_t id, int64_t size, uint16_t *out);
 /* Is one of the sizes that of a batch axis? */
 bool koila__tape_has_batch(const koila__tape *t, const int64_t *size, uint32_t n_dims);
-/* Is each batch a single sample? */
-bool koila__tape_is_of_one(const koila__tape *t);
-/* ... and one of the sizes that of a long dimension of it? */
+/* Is one of the sizes that of a long dimension of a batch, and of no batch axis? */
 bool koila__tape_has_length(const koila__tape *t, const int64_t *size, uint32_t n_dims);
 int koila__tape_effect(koila__tape *t, PyObject *real, koila_value v);
 /* before effects of an abandoned step; warns; -1 with an exception */
@@ -260,6 +258,8 @@ void koila__handle_make_plain(koila__handle *h, PyObject *plain);
 /* ---- settle.c */
 /* 1: `o` is a plain tensor now; 0: it cannot become one; -1 with an exception */
 int koila__settle(PyObject *o);
+/* Does the group depend on no data, and has no rows? */
+bool koila__is_known(const koila__group *g);
 bool koila__requires_grad(PyObject *tensor);
 /* 1: some argument is a plain tensor in a wrapper; -1 + error */
 int koila__factories_meet(uint64_t written, PyObject *written_kw, PyObject *args, PyObject *kwargs);

@@ -2,13 +2,13 @@
 #include "capture/capture.h"
 #include "capture/executor.h"
 
-/* Of one sample, what depends on no data (a table of positions) is no part of the step that runs:
+/* What depends on no data and has no rows (a table of positions) is no part of the step that runs:
  * it is computed at once, as without koila, and settles if it needs no gradient. 1: it was; 0: it
  * is another value; -1 + error. */
 static int make_known(koila__handle *h)
 {
     koila__tape *t = h->group ? h->group->tape : NULL;
-    if (!t || !h->group->factory || !h->group->no_lazy_data || !koila__tape_is_of_one(t))
+    if (!t || !koila__is_known(h->group))
         return 0;
     const int settled = koila__requires_grad(h->wrapper) ? 0 : koila__settle(h->wrapper);
     if (settled)

@@ -10,9 +10,9 @@
  * They do so only where it can matter and no mode or transform is involved; see open_here() and
  * make(). When in doubt the result is the plain tensor.
  *
- * Of a batch of one sample no rows can be cut, only another dimension, such as its tokens. There a
- * table of tokens by tokens (a mask, relative positions) made from arange(n) would be whole. So
- * where n is the size of a long dimension of that sample, arange is a factory too.
+ * A table of tokens by tokens (a mask, relative positions) is made from arange(n). If that were
+ * plain, the table would be whole where the tokens of a sample are cut. So where n is the size of a
+ * long dimension of the batch, other than its rows, arange is a factory too.
  *
  * Note [Why the function itself]. A TorchFunctionMode costs microseconds on every torch call, and
  * other modes see it. Another object at torch.zeros would be missing from every table of functions

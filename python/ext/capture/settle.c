@@ -7,6 +7,17 @@
 
 /* ---- settling */
 
+static bool has_rows(const koila__group *g)
+{
+    const koila_meta_info *m = koila_meta_get(koila__table, g->meta);
+    return koila__tape_has_batch(g->tape, m->size, m->n_dims);
+}
+
+bool koila__is_known(const koila__group *g)
+{
+    return g->factory && g->no_lazy_data && !has_rows(g);
+}
+
 /* The base's contents as a plain tensor, a new reference. *fresh: nothing else refers to it. */
 static PyObject *contents(koila__group *g, bool *fresh)
 {
@@ -29,7 +40,7 @@ static PyObject *contents(koila__group *g, bool *fresh)
         }
     }
     if (!t->values[v].real) {
-        const bool is_known = g->no_lazy_data && koila__tape_is_of_one(t);
+        const bool is_known = koila__is_known(g);
         const int rc =
             is_known ? koila__executor->run_whole(t, &v, 1) : koila__executor->run(t, &v, 1, false);
         t->ran |= !is_known;
@@ -215,11 +226,13 @@ static bool call_reads_known_data(uint64_t written, PyObject *args)
     return yes;
 }
 
-/* May a tensor of that shape be cut, along the batch or along a dimension of its only sample? */
-static bool may_be_cut(const koila__tape *t, const koila_meta_info *m)
+/* May a view of that shape be cut: along the rows, or, where the group has none, along a long
+ * dimension? */
+static bool may_be_cut(const koila__group *g, const koila_meta_info *view)
 {
-    return koila__tape_has_batch(t, m->size, m->n_dims) ||
-           koila__tape_has_length(t, m->size, m->n_dims);
+    if (has_rows(g))
+        return koila__tape_has_batch(g->tape, view->size, view->n_dims);
+    return koila__tape_has_length(g->tape, view->size, view->n_dims);
 }
 
 int koila__factories_meet(uint64_t written, PyObject *written_kw, PyObject *args, PyObject *kwargs)
@@ -237,7 +250,7 @@ int koila__factories_meet(uint64_t written, PyObject *written_kw, PyObject *args
         koila__hold_ids();
         const koila_meta_info *view = koila_meta_get(koila__table, h->meta);
         const bool settles = !koila__requires_grad(m.written[i]) &&
-                             (h->group->tape->closed || !may_be_cut(h->group->tape, view) ||
+                             (h->group->tape->closed || !may_be_cut(h->group, view) ||
                               call_reads_known_data(written, args));
         koila__release_ids();
         if (!settles)

@@ -265,19 +265,11 @@ bool koila__tape_has_batch(const koila__tape *t, const int64_t *size, uint32_t n
     return false;
 }
 
-bool koila__tape_is_of_one(const koila__tape *t)
-{
-    for (uint16_t a = 0; a < koila_graph_n_axes(t->graph); a++)
-        if (koila_graph_axis_size(t->graph, a) != 1)
-            return false;
-    return true;
-}
-
 bool koila__tape_has_length(const koila__tape *t, const int64_t *size, uint32_t n_dims)
 {
-    for (uint32_t i = 0; i < t->n_lengths && koila__tape_is_of_one(t); i++)
+    for (uint32_t i = 0; i < t->n_lengths; i++)
         for (uint32_t d = 0; d < n_dims; d++)
-            if (size[d] == t->lengths[i])
+            if (size[d] == t->lengths[i] && !koila__tape_has_batch(t, &size[d], 1))
                 return true;
     return false;
 }
