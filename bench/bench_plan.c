@@ -3,7 +3,10 @@
  * shares the last loop) and layers with statistics over the batch (a barrier forward and one
  * backward each).
  *
- *   bench_plan [layers ...]           default 96 385 2000: about 5,000, 20,000 and 100,000 nodes */
+ *   bench_plan [layers ...]           default 180 720 3600: about 6,000, 24,000 and 119,000 nodes
+ *   bench_plan ladders [layers ...]   each way to plan by itself; default 9 36 180: 300 to 6,000
+ *   bench_plan once <way> <layers>    one of them, planned once, to count its instructions:
+ *       valgrind --tool=callgrind --toggle-collect=koila_plan_new build/bench_plan once both 36 */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -102,7 +105,7 @@ static int ignore(void *user, const char *s, size_t n)
 
 /* The same planned on a GPU's live cache, in which every fourth of 40 blocks is handed out: one
  * simulated step, and a plan with what it asks. */
-static void run_live(random_graph *r, const koila_value *targets, uint32_t n_targets,
+static void run_live(const random_graph *r, const koila_value *targets, uint32_t n_targets,
                      uint64_t whole)
 {
     koila_cache_config conf;
@@ -158,14 +161,22 @@ static void run_live(random_graph *r, const koila_value *targets, uint32_t n_tar
     koila_device_free(d);
 }
 
-static void run(uint32_t n_layers, bool over_batch)
+/* A recorded net. */
+typedef struct net {
+    random_graph rg;
+    koila_value *targets;
+    uint32_t n_targets;
+} net;
+
+static void net_init(net *x, uint32_t n_layers, int64_t batch, int64_t time, bool over_batch)
 {
-    random_graph rg = { 0 }, *r = &rg;
+    *x = (net){ 0 };
+    random_graph *r = &x->rg;
     uint16_t axis;
     r->status = koila_table_new(NULL, &r->t);
     if (r->status == KOILA_OK)
         r->status = koila_graph_new(r->t, NULL, &r->g);
-    const int64_t N = (int64_t)BATCH * TIME;
+    const int64_t N = batch * time;
 #define SHAPE2(a, b) rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ a, b }, NULL)
 #define SHAPE2_T(a, b) rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ a, b }, (int64_t[]){ 1, a })
     rows_meta = SHAPE2(N, WIDTH);
@@ -178,28 +189,123 @@ static void run(uint32_t n_layers, bool over_batch)
     w2t_meta = SHAPE2_T(HIDDEN, WIDTH);
     x_t_meta = SHAPE2_T(WIDTH, N);
     h_t_meta = SHAPE2_T(HIDDEN, N);
-    koila_value x = 0;
-    const koila_meta in = rg_shape(r, KOILA_DTYPE_F32, 3, (int64_t[]){ BATCH, TIME, WIDTH }, NULL);
+    koila_value v = 0;
+    const koila_meta in = rg_shape(r, KOILA_DTYPE_F32, 3, (int64_t[]){ batch, time, WIDTH }, NULL);
     if (r->status == KOILA_OK)
-        r->status = koila_graph_axis(r->g, BATCH, &axis);
+        r->status = koila_graph_axis(r->g, batch, &axis);
     if (r->status == KOILA_OK)
-        r->status = koila_graph_leaf(r->g, in, KOILA_LEAF_BATCH, 0, 0, NULL, &x);
+        r->status = koila_graph_leaf(r->g, in, KOILA_LEAF_BATCH, 0, 0, NULL, &v);
     layer *layers = calloc(n_layers, sizeof *layers);
-    koila_value *targets = calloc(3 * n_layers + 1, sizeof *targets);
-    uint32_t n_targets = 0;
-    const double t0 = now_us();
-    x = VIEW("aten::view", rows_meta, "tl", x, 2, N, (int64_t)WIDTH);
+    x->targets = calloc(3 * n_layers + 1, sizeof *x->targets);
+    v = VIEW("aten::view", rows_meta, "tl", v, 2, N, (int64_t)WIDTH);
     for (uint32_t i = 0; i < n_layers; i++)
-        x = forward(r, &layers[i], x, over_batch);
-    targets[n_targets++] =
-        CALL("aten::sum.dim_IntList", SHAPE2(1, 1), "tlb", x, 2, (int64_t)0, (int64_t)1, 1);
+        v = forward(r, &layers[i], v, over_batch);
+    x->targets[x->n_targets++] =
+        CALL("aten::sum.dim_IntList", SHAPE2(1, 1), "tlb", v, 2, (int64_t)0, (int64_t)1, 1);
     for (uint32_t i = n_layers; i-- > 0;)
-        x = backward(r, &layers[i], x, over_batch, targets, &n_targets);
-    const double t1 = now_us();
+        v = backward(r, &layers[i], v, over_batch, x->targets, &x->n_targets);
+    free(layers);
     if (r->status != KOILA_OK) {
         printf("graph: %s\n", koila_status_name(r->status));
         exit(1);
     }
+}
+
+static void net_deinit(net *x)
+{
+    free(x->targets);
+    rg_deinit(&x->rg);
+}
+
+/* ---- each way by itself */
+
+/* A way, and the budget at which it is the one that is taken: bytes of the gradients, and so many
+ * hundredths of what the whole step needs beyond. 0: nothing fits. */
+typedef struct way {
+    const char *name;
+    int64_t batch, time;
+    bool over_batch, recomputes, host;
+    uint32_t axes, hundredths;
+} way;
+static const way ways[] = {
+    { "rows", 64, 16, false, true, false, KOILA_AXES_ANY, 30 },
+    { "axis", 1, 1024, false, true, false, KOILA_AXES_ANY, 30 },
+    { "both", 4, 256, false, true, false, KOILA_AXES_ANY, 10 },
+    { "recompute", 1, 1024, false, true, false, KOILA_AXES_ROWS, 50 },
+    { "along", 1, 1024, true, true, false, KOILA_AXES_ANY, 30 },
+    { "host", 1, 1024, false, true, true, KOILA_AXES_ROWS, 30 },
+    { "nothing", 64, 16, false, true, false, KOILA_AXES_ANY, 0 },
+    { "nothing-one", 1, 1024, false, true, false, KOILA_AXES_ANY, 0 },
+    { "nothing-along", 1, 1024, true, true, false, KOILA_AXES_ANY, 0 },
+    { "nothing-host", 64, 16, false, true, true, KOILA_AXES_ANY, 0 },
+};
+
+static void plan_way(const way *w, uint32_t n_layers, int n_times)
+{
+    net x;
+    net_init(&x, n_layers, w->batch, w->time, w->over_batch);
+    koila_plan_options o = { .struct_size = sizeof o,
+                             .budget_bytes = 1,
+                             .recomputes = w->recomputes,
+                             .axes = w->axes,
+                             .host_bytes = UINT64_MAX,
+                             .host_price = w->host ? 0.4 : 0 };
+    const uint64_t gradients = (uint64_t)n_layers * (2 * WIDTH * HIDDEN + WIDTH) * 4;
+    const uint64_t whole =
+        gradients + (uint64_t)n_layers * w->batch * w->time * (3 * WIDTH + 2 * HIDDEN) * 4;
+    if (w->hundredths)
+        o.budget_bytes = gradients + (whole - gradients) / 100 * w->hundredths;
+    koila_plan *p = NULL;
+    koila_error err = KOILA_ERROR_INIT;
+    koila_status status = KOILA_OK;
+    double best = 0;
+    for (int i = 0; i < n_times; i++) {
+        koila_plan_free(p);
+        p = NULL;
+        const double a = now_us();
+        status = koila_plan_new(x.rg.g, x.targets, x.n_targets, &o, NULL, &p, &err);
+        const double b = now_us() - a;
+        if (i == 0 || b < best)
+            best = b;
+    }
+    printf("  %-14s %5u nodes %6.2f ms, %5.2f ms per 1000: ", w->name, koila_graph_n_nodes(x.rg.g),
+           best / 1e3, best / koila_graph_n_nodes(x.rg.g));
+    if (p) {
+        const koila_plan_info info = koila_plan_get(p);
+        printf("%u slices, %u inner, %u again, %u in host memory, %u loops, work %.2f\n",
+               info.n_slices, info.n_inner, info.n_again, info.n_offloaded, info.n_loops,
+               info.replay_ratio);
+    } else {
+        printf("%s\n", koila_status_name(status));
+    }
+    koila_plan_free(p);
+    net_deinit(&x);
+}
+
+static int ladders(int argc, char **argv)
+{
+    static const uint32_t usual[] = { 9, 36, 180 };
+    const bool once = argc == 4 && strcmp(argv[1], "once") == 0;
+    for (size_t k = 0; k < sizeof ways / sizeof *ways; k++) {
+        if (once && strcmp(argv[2], ways[k].name) == 0)
+            plan_way(&ways[k], (uint32_t)atoi(argv[3]), 1);
+        for (int i = 0; !once && i < (argc > 2 ? argc - 2 : 3); i++)
+            plan_way(&ways[k], argc > 2 ? (uint32_t)atoi(argv[i + 2]) : usual[i], 5);
+    }
+    return 0;
+}
+
+/* ---- all of it */
+
+static void run(uint32_t n_layers, bool over_batch)
+{
+    net x;
+    const double t0 = now_us();
+    net_init(&x, n_layers, BATCH, TIME, over_batch);
+    const double t1 = now_us();
+    const random_graph *r = &x.rg;
+    const koila_value *targets = x.targets;
+    const uint32_t n_targets = x.n_targets;
     const double thousands = koila_graph_n_nodes(r->g) / 1e3;
     printf("%s, %u layers, %u nodes: recorded %.0f us per 1000 nodes\n",
            over_batch ? "statistics over the batch" : "ordinary", n_layers,
@@ -251,13 +357,13 @@ static void run(uint32_t n_layers, bool over_batch)
     koila_graph_print(r->g, ignore, &n_text);
     printf("  text: %.1f MiB, %.0f us per 1000 nodes\n", (double)n_text / 1048576,
            (now_us() - t2) / thousands);
-    free(layers);
-    free(targets);
-    rg_deinit(r);
+    net_deinit(&x);
 }
 
 int main(int argc, char **argv)
 {
+    if (argc > 1 && (strcmp(argv[1], "ladders") == 0 || strcmp(argv[1], "once") == 0))
+        return ladders(argc, argv);
     const uint32_t usual[] = { 180, 720, 3600 };
     for (int over_batch = 0; over_batch < 2; over_batch++)
         for (int i = 0; i < (argc > 1 ? argc - 1 : 3); i++)

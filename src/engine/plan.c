@@ -210,66 +210,117 @@ static bool is_costly(const koila__way *way)
     return way->schedule.work > KOILA_COST_FORWARD_AGAIN * way->schedule.work_recorded;
 }
 
-/* Plans along one of them; on KOILA_OK *out is yours. */
-static koila_status slice_along(const koila__planning *q, const koila__axis *axis, koila__way *out)
-{
+/* The step under one of them, and the best way to run it so. */
+struct koila__tried {
+    koila__axis axis;
     koila__along view;
-    KOILA_TRY(koila__along_init(q->graph, axis, &q->plan->mem, &view));
-    koila__planning along = *q;
-    koila_plan_options options = *q->options;
-    const int64_t unit = axis->size / axis->rows;
-    if (options.rows > 0) /* entries */
-        options.rows = (options.rows + unit - 1) / unit;
-    along.options = &options;
-    along.graph = &view.graph;
-    along.seeds = view.seeds;
-    along.largest_axis = axis->rows;
-    along.dim = axis->dim;
-    along.unit = unit;
-    koila_status status = koila__search(&along, koila__place_cut, out);
-    if (status == KOILA_OK && q->drops_along && (!koila__way_fits(q, out) || is_costly(out))) {
-        koila_node turn;
-        status = koila__drop_turn(q, &turn);
-        if (status == KOILA_OK && turn != KOILA_NONE)
-            status = koila__drop_along(&along, turn, out);
-        if (status != KOILA_OK)
-            koila__way_free(out);
-    }
-    koila__along_deinit(&view, &q->plan->mem);
-    return status;
-}
+    koila__way way;
+};
 
-static void note_least(koila__planning *q, const koila__axis *axis, const koila__way *way)
+/* Planning along it; *options: room for its own. */
+static koila__planning planning_along(const koila__planning *q, const koila__tried *t,
+                                      koila_plan_options *options)
 {
-    if (way->peak < q->other.peak_bytes)
-        q->other = (koila__least){ way->peak, axis->dim, way->rows[0] * (axis->size / axis->rows),
-                                   axis->size };
+    koila__planning along = *q;
+    const int64_t unit = t->axis.size / t->axis.rows;
+    *options = *q->options;
+    if (options->rows > 0) /* entries */
+        options->rows = (options->rows + unit - 1) / unit;
+    along.options = options;
+    along.graph = &t->view.graph;
+    along.seeds = t->view.seeds;
+    along.largest_axis = t->axis.rows;
+    along.dim = t->axis.dim;
+    along.unit = unit;
+    return along;
 }
 
-/* The best way along another axis; best->placed stays NULL where there is none. */
-static koila_status find_other_axis(koila__planning *q, koila__way *best, koila__axis *taken)
+static void untry(koila__planning *q, koila__tried *t)
+{
+    koila__way_free(&t->way);
+    koila__along_deinit(&t->view, &q->plan->mem);
+}
+
+static void note_least(koila__planning *q, const koila__tried *t)
+{
+    const int64_t unit = t->axis.size / t->axis.rows;
+    if (t->way.peak < q->other.peak_bytes)
+        q->other = (koila__least){ t->way.peak, t->axis.dim, t->way.rows[0] * unit, t->axis.size };
+}
+
+/* Is its way along another axis so good that no other is tried? */
+static bool is_cheap(const koila__planning *q, const koila__tried *t)
+{
+    return koila__way_fits(q, &t->way) &&
+           t->way.schedule.work <= KOILA_COST_MODERATE * t->way.schedule.work_recorded;
+}
+
+static void forget_tried(koila__planning *q)
+{
+    for (uint32_t i = 0; i < q->n_tried; i++)
+        untry(q, &q->tried[i]);
+    q->n_tried = 0;
+}
+
+/* Finds the best way along each axis, up to the first that is cheap. */
+static koila_status try_axes(koila__planning *q)
 {
     koila__axis axes[KOILA__MOST_AXES];
     uint32_t n;
-    bool is_cheap = false;
+    forget_tried(q);
     KOILA_TRY(koila__axes_find(q->graph, &q->plan->mem, axes, &n));
-    for (uint32_t i = 0; i < n && !is_cheap; i++) {
-        koila__way way = { 0 };
-        const koila_status status = slice_along(q, &axes[i], &way);
+    q->tried = koila__arena_array(&q->plan->arena, KOILA__MOST_AXES, sizeof *q->tried);
+    if (!q->tried)
+        return KOILA_NO_MEMORY;
+    for (uint32_t i = 0; i < n; i++) {
+        koila__tried *t = &q->tried[q->n_tried];
+        koila_plan_options options;
+        *t = (koila__tried){ .axis = axes[i] };
+        KOILA_TRY(koila__along_init(q->graph, &t->axis, &q->plan->mem, &t->view));
+        koila__planning along = planning_along(q, t, &options);
+        const koila_status status = koila__search(&along, koila__place_cut, &t->way);
+        if (status != KOILA_OK)
+            koila__along_deinit(&t->view, &q->plan->mem);
         if (status == KOILA_UNSUPPORTED)
             continue;
         if (status != KOILA_OK)
             return status;
-        note_least(q, &axes[i], &way);
-        if (!best->placed || koila__way_is_better(q, &way, best)) {
-            koila__way_swap(best, &way);
-            *taken = axes[i];
-        }
-        koila__way_free(&way);
-        is_cheap = koila__way_fits(q, best) &&
-                   best->schedule.work <= KOILA_COST_MODERATE * best->schedule.work_recorded;
+        q->n_tried++;
+        note_least(q, t);
+        if (is_cheap(q, t))
+            break;
     }
     return KOILA_OK;
+}
+
+/* The same with results dropped, where a way does not fit without, or loops compute much again. */
+static koila_status drop_along_axes(koila__planning *q)
+{
+    koila_node turn;
+    if (!q->n_tried)
+        return KOILA_OK;
+    KOILA_TRY(koila__drop_turn(q, &turn));
+    for (uint32_t i = 0; i < q->n_tried && turn != KOILA_NONE; i++) {
+        koila__tried *t = &q->tried[i];
+        koila_plan_options options;
+        koila__planning along = planning_along(q, t, &options);
+        if (!koila__way_fits(q, &t->way) || is_costly(&t->way))
+            KOILA_TRY(koila__drop_along(&along, turn, &t->way));
+        note_least(q, t);
+        if (is_cheap(q, t))
+            break;
+    }
+    return KOILA_OK;
+}
+
+static koila__tried *best_tried(koila__planning *q)
+{
+    koila__tried *best = NULL;
+    for (uint32_t i = 0; i < q->n_tried; i++)
+        if (q->tried[i].way.placed &&
+            (!best || koila__way_is_better(q, &q->tried[i].way, &best->way)))
+            best = &q->tried[i];
+    return best;
 }
 
 /* Does the plan so far not fit, or does the caller not take it? */
@@ -288,22 +339,25 @@ static bool is_improvement(const koila__planning *q, const koila__way *way)
 
 /* Takes another axis where one fits, and is less work than a plan that does; in any case if the
  * caller asks for one. */
+static koila_status take_other_axis(koila__planning *q)
+{
+    koila__tried *best = best_tried(q);
+    const bool in_any_case = q->options->axes == KOILA_AXES_OTHER;
+    if (!best && in_any_case)
+        return koila__fail(q->err, KOILA_UNSUPPORTED, 0, "plan: the batch has no other axis");
+    if (!best || !(in_any_case || is_improvement(q, &best->way)))
+        return KOILA_OK;
+    q->dim = best->axis.dim;
+    q->unit = best->axis.size / best->axis.rows;
+    adopt(q, &best->way);
+    best->way.placed = NULL; /* the plan's now */
+    return koila__plan_describe(q->plan, q->options);
+}
+
 static koila_status plan_other_axis(koila__planning *q)
 {
-    koila__way best = { 0 };
-    koila__axis axis = { .size = 1, .rows = 1, .dim = KOILA_NONE };
-    const bool in_any_case = q->options->axes == KOILA_AXES_OTHER;
-    const koila_status status = find_other_axis(q, &best, &axis);
-    if (status == KOILA_OK && !best.placed && in_any_case)
-        return koila__fail(q->err, KOILA_UNSUPPORTED, 0, "plan: the batch has no other axis");
-    if (status != KOILA_OK || !best.placed || !(in_any_case || is_improvement(q, &best))) {
-        koila__way_free(&best);
-        return status;
-    }
-    q->dim = axis.dim;
-    q->unit = axis.size / axis.rows;
-    adopt(q, &best);
-    return koila__plan_describe(q->plan, q->options);
+    KOILA_TRY(try_axes(q));
+    return take_other_axis(q);
 }
 
 /* ---- rows and another axis */
@@ -396,8 +450,9 @@ static koila_status plan_cheaper_axis(koila__planning *q)
 {
     if (q->plan->info.n_again) /* they are dropped already */
         return KOILA_OK;
-    q->drops_along = true;
-    return plan_other_axis(q);
+    KOILA_TRY(try_axes(q));
+    KOILA_TRY(drop_along_axes(q));
+    return take_other_axis(q);
 }
 
 /* ---- all of it */
@@ -426,8 +481,10 @@ static koila_status plan_axes(koila__planning *q)
     const koila_status status = plan_both(q);
     if (status != KOILA_OK && status != KOILA_OOM && status != KOILA_UNSUPPORTED)
         return status;
-    q->drops_along = rows_do_not_fit(q);
-    return q->drops_along ? plan_other_axis(q) : KOILA_OK;
+    if (!rows_do_not_fit(q))
+        return KOILA_OK;
+    KOILA_TRY(drop_along_axes(q));
+    return take_other_axis(q);
 }
 
 static koila_status make_plan(koila__planning *q)
@@ -489,6 +546,7 @@ koila_status koila__plan_row(const koila_graph *graph, const koila_value *target
         status = make_plan(&q);
         if (least)
             *least = least_of(&q);
+        forget_tried(&q);
     }
     if (status == KOILA_NO_MEMORY)
         koila__fail(err, status, 0, "plan: %s", koila_status_text(status));

@@ -10,7 +10,8 @@
  * What provably cannot fit is never built:
  *   - slices, when the results alone exceed the budget: then only the smallest peak is sought, for
  *   the error;
- *   - a policy that holds more between two loops than the best one needs at its peak. */
+ *   - a policy that holds more between two loops than the budget, or than the best one needs at its
+ *     peak. */
 #include "engine/search.h"
 
 #include "engine/live.h"
@@ -28,6 +29,9 @@ typedef struct candidate {
     bool never_fits;
     /* with the most slices; set if it never fits and has the least peak of such candidates */
     uint64_t last_peak;
+    /* it never fits, for it holds so much; it is not made unless its peak may be the least. 0: not
+     * known to */
+    uint64_t at_least;
 } candidate;
 
 /* Least work first, most work last. */
@@ -169,6 +173,18 @@ static bool is_accepted(const search *x, const candidate *c, uint64_t peak)
                               peak);
 }
 
+/* Is an untried candidate known not to fit, before it is made? */
+static bool holds_too_much(search *x, candidate *c)
+{
+    if (c->state != UNTRIED || c->at_least || koila__scheduler_n_loops(x->scheduler) < 2)
+        return c->state == UNTRIED && c->at_least;
+    if (isinf(koila__schedule_work(x->scheduler, c->keep)))
+        return false;
+    const uint64_t n_bytes = koila__scheduler_kept(x->scheduler).n_bytes;
+    c->at_least = n_bytes > x->q->options->budget_bytes ? n_bytes : 0;
+    return c->at_least;
+}
+
 /* Takes the first candidate that fits in n_slices slices and is accepted. */
 static koila_status take_accepted(search *x, int64_t n_slices, bool *any)
 {
@@ -176,6 +192,8 @@ static koila_status take_accepted(search *x, int64_t n_slices, bool *any)
     *any = false;
     for (uint32_t k = 0; k < x->n_policies && !*any; k++) {
         candidate *c = &x->candidates[k];
+        if (holds_too_much(x, c))
+            continue;
         KOILA_TRY(make_candidate(x, c));
         if (c->state != CARRIED_OUT || c->never_fits)
             continue;
@@ -363,6 +381,36 @@ static void try_candidate(search *x, attempt *r, uint32_t k)
         give_up(x, &x->candidates[lost]);
 }
 
+/* In the last attempt: makes those that were not made, where their peak may be the least. */
+static koila_status try_unmade(search *x, attempt *r)
+{
+    for (uint32_t k = 0; k < x->n_policies; k++) {
+        candidate *c = &x->candidates[k];
+        if (c->state != UNTRIED)
+            continue;
+        if (r->best != KOILA_NONE &&
+            (c->at_least > r->least_peak || (c->at_least == r->least_peak && k > r->best)))
+            continue;
+        KOILA_TRY(make_candidate(x, c));
+        if (c->state != CARRIED_OUT)
+            continue;
+        r->n_carried_out++;
+        c->never_fits = true;
+        set_rows(x, r->n_slices);
+        c->last_peak = search_peak(x, c, r->best == KOILA_NONE ? 0 : r->least_peak);
+        if (r->best != KOILA_NONE &&
+            (c->last_peak > r->least_peak || (c->last_peak == r->least_peak && k > r->best))) {
+            give_up(x, c);
+            continue;
+        }
+        if (r->best != KOILA_NONE && !x->q->options->accepts)
+            give_up(x, &x->candidates[r->best]);
+        r->least_peak = c->last_peak;
+        r->best = k;
+    }
+    return KOILA_OK;
+}
+
 /* Tries every policy; ends with the first that fits and is accepted (found.accepted). */
 static koila_status try_slices(search *x, attempt *r)
 {
@@ -370,6 +418,11 @@ static koila_status try_slices(search *x, attempt *r)
         candidate *c = &x->candidates[k];
         if (k == 1)
             sort_candidates(x);
+        if (holds_too_much(x, c)) {
+            r->n_carried_out += !r->is_last;
+            r->n_hopeless += !r->is_last;
+            continue;
+        }
         const bool is_new = c->state == UNTRIED;
         KOILA_TRY(make_candidate(x, c));
         if (c->state != CARRIED_OUT)
@@ -387,7 +440,7 @@ static koila_status try_slices(search *x, attempt *r)
         if (!r->is_last && is_new && is_hopeless(x, c))
             r->n_hopeless++;
     }
-    return KOILA_OK;
+    return r->is_last ? try_unmade(x, r) : KOILA_OK;
 }
 
 /* The last attempt ended without an accepted plan. A plan that fits by its sum but was refused is

@@ -4,6 +4,8 @@
 
 #include "engine/plan_inside.h"
 
+typedef struct koila__tried koila__tried;
+
 /* The state that the parts of koila_plan_new() share. */
 typedef struct koila__planning {
     const koila_graph *graph;
@@ -20,9 +22,10 @@ typedef struct koila__planning {
     uint32_t dim;           /* as koila_plan_info.dim */
     int64_t unit;           /* as koila_plan_info.unit */
     const uint8_t *seeds;   /* of another axis: koila__along.seeds */
-    bool drops_along;       /* results may be dropped along another axis */
     const uint8_t *adds_on; /* [targets] koila__plan_row(); NULL: none is */
     koila__least other, both;
+    koila__tried *tried; /* [n_tried] other axes, in plan.c */
+    uint32_t n_tried;
 } koila__planning;
 
 typedef koila_status (*koila__place_fn)(const koila_graph *, const koila_value *, uint32_t,
