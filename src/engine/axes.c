@@ -280,8 +280,29 @@ static bool alloc_flags(const koila_graph *g, const koila_allocator *mem, koila_
     return true;
 }
 
+/* Has a batched leaf a dimension of that size, and none of size `not`? */
+static bool has_alone(const koila_graph *g, int64_t size, int64_t not)
+{
+    for (koila_value v = 0; v < g->values.n; v++)
+        if (is_batched(g, v) && dim_of(g, v, size) != KOILA_NONE && dim_of(g, v, not) == KOILA_NONE)
+            return true;
+    return false;
+}
+
+/* Two axes of different leaves, whose rows are single entries, together. */
+static bool join(const koila_graph *g, const koila__axis *a, const koila__axis *b, koila__axis *out)
+{
+    if (a->n_others || b->n_others || a->rows != a->size || b->rows != b->size ||
+        !has_alone(g, a->size, b->size) || !has_alone(g, b->size, a->size))
+        return false;
+    *out = *a;
+    out->others[out->n_others++] = b->size;
+    out->with = b->size;
+    return true;
+}
+
 koila_status koila__axes_find(const koila_graph *g, const koila_allocator *mem,
-                              koila__axis out[KOILA__MOST_AXES], uint32_t *n)
+                              koila__axis out[KOILA__MOST_WAYS], uint32_t *n)
 {
     koila__along flags = { .graph = *g };
     kinds k = { .n = 0 };
@@ -305,7 +326,11 @@ koila_status koila__axes_find(const koila_graph *g, const koila_allocator *mem,
     if (last)
         out[(*n)++] = *last;
     koila__along_deinit(&flags, mem);
-    return ok ? find_rows(g, mem, out, *n) : KOILA_NO_MEMORY;
+    if (!ok)
+        return KOILA_NO_MEMORY;
+    KOILA_TRY(find_rows(g, mem, out, *n));
+    *n += *n > 1 && join(g, &out[0], &out[1], &out[*n]);
+    return KOILA_OK;
 }
 
 koila_status koila__along_init(const koila_graph *g, const koila__axis *axis,
@@ -328,10 +353,12 @@ koila_status koila__along_init(const koila_graph *g, const koila__axis *axis,
         koila_value_info *leaf = &a.graph.values.at[v];
         if (!is_batched(g, v))
             continue;
-        const uint32_t dim = dim_of(g, v, axis->size);
+        uint32_t dim = dim_of(g, v, axis->size);
+        leaf->axis = dim == KOILA_NONE && axis->with;
+        if (leaf->axis)
+            dim = dim_of(g, v, axis->with);
         leaf->leaf_kind = dim == KOILA_NONE ? KOILA_LEAF_REAL : KOILA_LEAF_BATCH;
         leaf->dim = dim == KOILA_NONE ? 0 : (uint8_t)dim;
-        leaf->axis = 0;
     }
     *out = a;
     return KOILA_OK;

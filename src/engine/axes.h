@@ -11,6 +11,8 @@
  * that a U-Net halves twice has 8 rows of 4, then of 2, then of 1.
  * Lengths that are no multiples of these rows (33 lines that a pool makes 16) are further axes of
  * the step, each in rows of its own: a layer that reads its whole input makes rows of any axis.
+ * Two sequences (source and target of a translation) are two axes of one step: each leaf is cut
+ * along its own, and attention from one to the other along its queries.
  * Of two dimensions of one size (a square image) the second is never cut: it would be the same
  * once more. An axis that no leaf has begins within the step: the patches of an image, the tokens
  * but the last. There whole values of that size are sliced, which is always exact.
@@ -22,6 +24,7 @@
 
 enum {
     KOILA__MOST_AXES = 3,    /* that are tried; each costs a placing */
+    KOILA__MOST_WAYS = 4,    /* and two of them together */
     KOILA__SHORT_AXIS = 8,   /* times longer, the longest one makes an axis too short to be tried */
     KOILA__FEWEST_ROWS = 4,  /* of an axis whose rows are several entries */
     KOILA__MOST_LENGTHS = 8, /* that are no multiples of the rows */
@@ -38,6 +41,8 @@ typedef struct koila__axis {
     /* rows of the further axes of the step */
     int64_t others[KOILA__MOST_LENGTHS];
     uint32_t n_others;
+    /* others[0], where it is the axis of leaves that lack the first; else 0 */
+    int64_t with;
 } koila__axis;
 
 /* A step under another axis. */
@@ -49,10 +54,10 @@ typedef struct koila__along {
 } koila__along;
 
 /* Writes those that the batched leaves of `g` have, the likeliest to help first: what most leaves
- * share, then the longest. The last is one that no leaf has but most bytes of the step do.
- * *n: how many. Expected: NO_MEMORY. */
+ * share, then the longest. Then one that no leaf has but most bytes of the step do; the last are
+ * two that different leaves have. *n: how many. Expected: NO_MEMORY. */
 koila_status koila__axes_find(const koila_graph *g, const koila_allocator *mem,
-                              koila__axis out[KOILA__MOST_AXES], uint32_t *n);
+                              koila__axis out[KOILA__MOST_WAYS], uint32_t *n);
 /* Has some batched leaf another dimension? */
 bool koila__axes_any(const koila_graph *g);
 

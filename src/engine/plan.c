@@ -265,11 +265,11 @@ static void forget_tried(koila__planning *q)
 /* Finds the best way along each axis, up to the first that is cheap. */
 static koila_status try_axes(koila__planning *q)
 {
-    koila__axis axes[KOILA__MOST_AXES];
+    koila__axis axes[KOILA__MOST_WAYS];
     uint32_t n;
     forget_tried(q);
     KOILA_TRY(koila__axes_find(q->graph, &q->plan->mem, axes, &n));
-    q->tried = koila__arena_array(&q->plan->arena, KOILA__MOST_AXES, sizeof *q->tried);
+    q->tried = koila__arena_array(&q->plan->arena, KOILA__MOST_WAYS, sizeof *q->tried);
     if (!q->tried)
         return KOILA_NO_MEMORY;
     for (uint32_t i = 0; i < n; i++) {

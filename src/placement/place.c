@@ -1114,12 +1114,15 @@ static koila_placement cut_of(const koila__placer *p, const koila_sig_info *sig,
             koila__placer_cut(p, m, like.dim, axis, &at))
             return at;
     }
-    const int64_t unit = p->seeds ? unit_of(p, axis) : 1;
-    for (uint32_t d = 0; d < m->n_dims; d++)
-        if (m->size[d] == batch * unit)
-            return (koila_placement){
-                .kind = KOILA_S, .dim = (uint8_t)d, .axis = axis, .outer = 1, .inner = unit
-            };
+    for (uint32_t i = 0; i <= (p->two ? koila_graph_n_axes(p->from) : 0); i++) {
+        const uint16_t a = (uint16_t)(i == 0 ? axis : i - 1);
+        const int64_t unit = p->seeds ? unit_of(p, a) : 1;
+        for (uint32_t d = 0; d < m->n_dims; d++)
+            if (m->size[d] == koila_graph_axis_size(p->from, a) * unit)
+                return (koila_placement){
+                    .kind = KOILA_S, .dim = (uint8_t)d, .axis = a, .outer = 1, .inner = unit
+                };
+    }
     return koila__r();
 }
 
@@ -1146,7 +1149,8 @@ static bool cut(koila__placer *p, const koila_sig_info *sig, const koila_placeme
 }
 
 /* The axis of a call's inputs, KOILA_NONE when all are R or FREE. Where two axes meet, the main
- * one is kept, else the one with more rows. */
+ * one is kept, else the one with more rows; of source and target that of the first input, for
+ * queries come before keys. */
 static uint32_t axis_of(const koila__placer *p, const koila_placement *placed, uint32_t n)
 {
     uint32_t axis = KOILA_NONE;
@@ -1155,7 +1159,7 @@ static uint32_t axis_of(const koila__placer *p, const koila_placement *placed, u
             continue;
         const uint16_t x = placed[i].axis;
         if (axis == KOILA_NONE || x == p->main_axis ||
-            (axis != p->main_axis &&
+            (axis != p->main_axis && !p->two &&
              koila_graph_axis_size(p->from, x) > koila_graph_axis_size(p->from, (uint16_t)axis)))
             axis = x;
     }
@@ -1295,16 +1299,29 @@ static bool is_spread(const koila_meta_info *m, koila_placement is, uint32_t n_d
            (d < missing || m->size[d - missing] == 1);
 }
 
+/* The axes of tokens: of source and target both, else the first. */
+static uint32_t n_of_tokens(const koila__placer *p)
+{
+    return p->two ? koila_graph_n_axes(p->from) : 1;
+}
+
+/* The first dimension of a value of meta m that has the size of an axis of tokens; n_dims: none. */
+static uint32_t first_of_tokens(const koila__placer *p, const koila_meta_info *m)
+{
+    for (uint32_t d = 0; d < m->n_dims; d++)
+        for (uint32_t a = 0; a < n_of_tokens(p); a++)
+            if (m->size[d] == koila_graph_axis_size(p->from, (uint16_t)a))
+                return d;
+    return m->n_dims;
+}
+
 /* Note [Tables]: makes inputs whole in in[] and placed[]. */
 static bool make_tables(koila__placer *p, const koila_sig_info *sig, koila_value *in,
                         koila_placement *placed)
 {
     const koila_meta_info *out =
         is_elementwise(p, sig) ? koila__meta(p->table, sig->outputs[0]) : NULL;
-    const int64_t size = koila_graph_axis_size(p->from, 0);
-    uint32_t first = 0;
-    while (out && first < out->n_dims && out->size[first] != size)
-        first++;
+    const uint32_t first = out ? first_of_tokens(p, out) : 0;
     if (!out || first == out->n_dims)
         return true;
     for (uint32_t i = 0; i < sig->n_inputs; i++) {
@@ -1323,7 +1340,11 @@ static bool is_table(koila__placer *p, const koila_sig_info *sig)
 {
     if (!p->seeds || !sig->n_inputs || !is_elementwise(p, sig))
         return false;
-    const uint64_t size = (uint64_t)koila_graph_axis_size(p->from, 0);
+    uint64_t size = UINT64_MAX; /* of the shortest */
+    for (uint32_t a = 0; a < n_of_tokens(p); a++) {
+        const uint64_t rows = (uint64_t)koila_graph_axis_size(p->from, (uint16_t)a);
+        size = rows < size ? rows : size;
+    }
     const uint64_t n_elements = koila__meta(p->table, sig->outputs[0])->n_elements;
     for (uint32_t i = 0; i < sig->n_inputs; i++)
         if (koila__meta(p->table, sig->inputs[i])->n_elements > n_elements / size)
@@ -1354,7 +1375,7 @@ static bool cut_sums(koila__placer *p, const koila_sig_info *sig, koila_value *i
         const koila_placement at = cut_of(p, sig, m, placed, 0);
         if (koila__is_r(at))
             continue;
-        if (!koila__placer_whole(p, in[i], &whole) || !alias(p, whole, at, 0, &in[i]))
+        if (!koila__placer_whole(p, in[i], &whole) || !alias(p, whole, at, at.axis, &in[i]))
             return false;
         p->whole_of.at[in[i]] = whole;
         placed[i] = at;
@@ -1774,6 +1795,17 @@ static koila__placed *place_all(koila__placer *p, const koila_value *targets, ui
     return hand_over(p, lowered);
 }
 
+/* Are leaves cut along different axes? */
+static bool cuts_two(const koila_graph *g)
+{
+    for (koila_value v = 0; v < g->values.n; v++) {
+        const koila_value_info *leaf = &g->values.at[v];
+        if (leaf->node == KOILA_NONE && leaf->leaf_kind == KOILA_LEAF_BATCH && leaf->axis != 0)
+            return true;
+    }
+    return false;
+}
+
 typedef enum placing { PLACE, PLACE_CUT, PLACE_PIECES, PLACE_WHOLE } placing;
 
 static koila_status place(const koila_graph *recorded, const koila_value *targets,
@@ -1795,6 +1827,7 @@ static koila_status place(const koila_graph *recorded, const koila_value *target
                         .whole = how == PLACE_WHOLE,
                         .cut = how == PLACE_CUT,
                         .seeds = seeds,
+                        .two = seeds && cuts_two(recorded),
                         .pieces = how == PLACE_PIECES };
     koila__arena_init(&p.scratch, &a);
     koila__placed *r = place_all(&p, targets, n_targets);

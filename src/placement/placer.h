@@ -38,6 +38,7 @@ struct koila__placer {
     bool pieces;    /* koila__place_pieces */
     /* [nodes of from] cut the whole results of this call too; NULL: of none */
     const uint8_t *seeds;
+    bool two;            /* ... and leaves are cut along different axes */
     bool may_own;        /* the call that is placed may give pieces */
     bool any_piece;      /* some node has */
     koila_status status; /* the first failure; the walk stops */

@@ -205,6 +205,9 @@ BOTH = ("gpt2", "llama", "bert", "unet3d")
         ("bert", 1, 0.3),
         ("bert", 2, 0.3),
         ("t5", 1, 0.5),
+        ("t5", 1, 0.3),  # source and target, each along its own tokens
+        ("t5", 2, 0.5),
+        ("t5", 2, 0.3),
         ("vit", 1, 0.5),  # patches: no value of the batch has that dimension
         ("unet2d", 1, 0.5),
         ("unet2d", 1, 0.3),
