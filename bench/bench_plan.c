@@ -220,24 +220,25 @@ static void net_deinit(net *x)
 /* ---- each way by itself */
 
 /* A way, and the budget at which it is the one that is taken: bytes of the gradients, and so many
- * hundredths of what the whole step needs beyond. 0: nothing fits. */
+ * ten-thousandths of what the whole step needs beyond. 0: a byte in all. */
 typedef struct way {
     const char *name;
     int64_t batch, time;
-    bool over_batch, recomputes, host;
-    uint32_t axes, hundredths;
+    bool over_batch, host;
+    uint32_t axes, share;
 } way;
 static const way ways[] = {
-    { "rows", 64, 16, false, true, false, KOILA_AXES_ANY, 30 },
-    { "axis", 1, 1024, false, true, false, KOILA_AXES_ANY, 30 },
-    { "both", 4, 256, false, true, false, KOILA_AXES_ANY, 10 },
-    { "recompute", 1, 1024, false, true, false, KOILA_AXES_ROWS, 50 },
-    { "along", 1, 1024, true, true, false, KOILA_AXES_ANY, 30 },
-    { "host", 1, 1024, false, true, true, KOILA_AXES_ROWS, 30 },
-    { "nothing", 64, 16, false, true, false, KOILA_AXES_ANY, 0 },
-    { "nothing-one", 1, 1024, false, true, false, KOILA_AXES_ANY, 0 },
-    { "nothing-along", 1, 1024, true, true, false, KOILA_AXES_ANY, 0 },
-    { "nothing-host", 64, 16, false, true, true, KOILA_AXES_ANY, 0 },
+    { "rows", 64, 16, false, false, KOILA_AXES_ANY, 3000 },
+    { "axis", 1, 1024, false, false, KOILA_AXES_ANY, 3000 },
+    { "both", 4, 256, false, false, KOILA_AXES_BOTH, 1000 },
+    { "recompute", 1, 1024, false, false, KOILA_AXES_ROWS, 5000 },
+    { "along", 1, 1024, true, false, KOILA_AXES_ANY, 3000 },
+    { "host", 1, 1024, false, true, KOILA_AXES_ROWS, 3000 },
+    { "nothing", 64, 16, false, false, KOILA_AXES_ANY, 1 },
+    { "nothing-one", 1, 1024, false, false, KOILA_AXES_ANY, 1 },
+    { "nothing-along", 1, 1024, true, false, KOILA_AXES_ANY, 1 },
+    { "nothing-host", 64, 16, false, true, KOILA_AXES_ANY, 1 },
+    { "a-byte", 64, 16, false, false, KOILA_AXES_ANY, 0 },
 };
 
 static void plan_way(const way *w, uint32_t n_layers, int n_times)
@@ -246,15 +247,17 @@ static void plan_way(const way *w, uint32_t n_layers, int n_times)
     net_init(&x, n_layers, w->batch, w->time, w->over_batch);
     koila_plan_options o = { .struct_size = sizeof o,
                              .budget_bytes = 1,
-                             .recomputes = w->recomputes,
+                             .recomputes = true,
                              .axes = w->axes,
                              .host_bytes = UINT64_MAX,
                              .host_price = w->host ? 0.4 : 0 };
     const uint64_t gradients = (uint64_t)n_layers * (2 * WIDTH * HIDDEN + WIDTH) * 4;
     const uint64_t whole =
         gradients + (uint64_t)n_layers * w->batch * w->time * (3 * WIDTH + 2 * HIDDEN) * 4;
-    if (w->hundredths)
-        o.budget_bytes = gradients + (whole - gradients) / 100 * w->hundredths;
+    if (w->share)
+        o.budget_bytes = gradients + (whole - gradients) / 10000 * w->share;
+    if (w->axes == KOILA_AXES_BOTH)
+        o.rows = w->time / 4;
     koila_plan *p = NULL;
     koila_error err = KOILA_ERROR_INIT;
     koila_status status = KOILA_OK;

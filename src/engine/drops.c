@@ -37,63 +37,6 @@ static koila_node last_from(const koila__placed *p, koila_node recorded)
     return last;
 }
 
-/* `way` with results dropped, in the fewest slices, under the best of the policies. next->placed
- * stays NULL where nothing can be dropped, or not scheduled then. */
-static koila_status drop(koila__planning *q, const koila__way *way, koila__recompute how,
-                         const koila__keep *keeps, uint32_t n_keeps, koila__way *next)
-{
-    KOILA_TRY(koila__way_room(q, next));
-    KOILA_TRY(koila__recompute_new(way->placed, way->targets, q->n_targets, how, q->mem,
-                                   &next->placed, next->targets));
-    if (!next->placed)
-        return KOILA_OK;
-    const koila_status status = koila__search_placed(q, keeps, n_keeps, next);
-    if (status == KOILA_OK)
-        return KOILA_OK;
-    koila__placed_free(next->placed);
-    next->placed = NULL;
-    return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
-}
-
-/* Does it fit in slices that are not so thin that calling their operators takes the time? */
-static bool is_quick(const koila__way *way)
-{
-    return way->accepted && way->rows[0] >= KOILA_COST_THIN_SLICE;
-}
-
-/* `way` needs too much with all that its loops hold. So results of the forward pass are dropped and
- * computed again, barriers included; *way becomes the first that fits, else that of the least peak.
- * More segments leave more and run less again, down to where one segment holds too much. */
-koila_status koila__drop_along(koila__planning *q, koila_node turn, koila__way *way)
-{
-    static const uint32_t n_segments[] = { 32, 24, 16, 12, 8, 6, 5, 4, 3, 2 };
-    static const koila__keep keeps[] = { { .horizon = UINT32_MAX },
-                                         { .horizon = 1 },
-                                         { .horizon = UINT32_MAX, .drops_forward = true },
-                                         { .horizon = 1, .drops_forward = true } };
-    koila__recompute how = { .at = last_from(way->placed, turn) };
-    koila__way best = { 0 };
-    koila_status status = KOILA_OK;
-    uint32_t n_worse = 0; /* in a row */
-    for (size_t i = 0; i < KOILA_COUNT(n_segments) && !is_quick(&best) && n_worse < 2; i++) {
-        koila__way next = { 0 };
-        how.n_segments = n_segments[i];
-        status = drop(q, way, how, keeps, KOILA_COUNT(keeps), &next);
-        if (status != KOILA_OK)
-            break;
-        const bool is_better = next.placed && (!best.placed || is_quick(&next) ||
-                                               koila__way_is_better(q, &next, &best));
-        if (is_better)
-            koila__way_swap(&best, &next);
-        n_worse = is_better || !best.placed ? 0 : n_worse + 1;
-        koila__way_free(&next);
-    }
-    if (status == KOILA_OK && best.placed && koila__way_is_better(q, &best, way))
-        koila__way_swap(way, &best);
-    koila__way_free(&best);
-    return status;
-}
-
 /* Of the step that is recomputed: with more, what each loop keeps for the next decides the peak. */
 enum { MOST_LOOPS_RECOMPUTED = 4 };
 
@@ -224,18 +167,17 @@ static koila_status make_rungs(const koila__planning *q, const koila__way *base,
     return KOILA_OK;
 }
 
-/* The way `base`, with one of its rungs; out->placed stays NULL where it cannot be taken, and
- * out->accepted false where it is no better than *best. */
-static koila_status take_rung(const koila__planning *q, const koila__way *base, const rung *r,
-                              const koila__way *best, koila__way *out)
+/* The way `base`, with the results dropped that were chosen last for rung r. out->placed stays NULL
+ * where it cannot be taken, and out->accepted false where it is no better than *best. */
+static koila_status make_way(const koila__planning *q, const koila__way *base, const rung *r,
+                             const koila__way *best, koila__way *out)
 {
     *out = (koila__way){ .rows = base->rows };
     out->targets = koila__arena_array(&q->plan->arena, q->n_targets, sizeof *out->targets);
     if (!out->targets)
         return KOILA_NO_MEMORY;
-    koila__outline_choose(r->outline, &r->how);
-    KOILA_TRY(koila__recompute_as(r->outline, base->placed, base->targets, q->n_targets, r->how,
-                                  q->mem, &out->placed, out->targets));
+    KOILA_TRY(koila__recompute_new(r->outline, base->placed, base->targets, q->n_targets, r->how,
+                                   q->mem, &out->placed, out->targets));
     koila_assert(out->placed);
     const koila_status status = koila__way_keep_all(q, out);
     if (status != KOILA_OK) {
@@ -244,7 +186,8 @@ static koila_status take_rung(const koila__planning *q, const koila__way *base, 
     }
     out->peak = koila__plan_peak(out->placed, &out->schedule, q->options, out->rows,
                                  bound_of_rung(q, best));
-    koila_assert(out->peak >= r->bound || out->peak > bound_of_rung(q, best));
+    koila_assert(out->peak >= koila__outline_bound(r->outline) ||
+                 out->peak > bound_of_rung(q, best));
     if (r->how.n_offloaded && crosses_loops(out)) {
         koila__way_free(out);
         out->placed = NULL;
@@ -256,19 +199,38 @@ static koila_status take_rung(const koila__planning *q, const koila__way *base, 
     return KOILA_OK;
 }
 
-/* *best becomes the way of that rung, if it is better. */
-static koila_status try_rung(const koila__planning *q, const koila__way *base, rung *r,
-                             koila__way *best)
+/* *best becomes the way of what was chosen last for the rung, if it is better. */
+static koila_status try_way(const koila__planning *q, const koila__way *base, const rung *r,
+                            koila__way *best, bool *is_best)
 {
     koila__way way;
-    r->is_out = true;
-    KOILA_TRY(take_rung(q, base, r, best, &way));
-    if (way.placed &&
-        (way.accepted || !best->placed || (!best->accepted && way.peak < best->peak))) {
+    KOILA_TRY(make_way(q, base, r, best, &way));
+    *is_best =
+        way.placed && (way.accepted || !best->placed || (!best->accepted && way.peak < best->peak));
+    if (*is_best)
         koila__way_swap(best, &way);
-    }
     koila__way_free(&way);
     return KOILA_OK;
+}
+
+static koila_status try_rung(const koila__planning *q, const koila__way *base, rung *r,
+                             koila__way *best, bool *is_best)
+{
+    r->is_out = true;
+    koila__outline_choose(r->outline, &r->how);
+    return try_way(q, base, r, best, is_best);
+}
+
+/* Rung r fits. Segments are coarse: some of its results may stay. */
+static koila_status spare(const koila__planning *q, const koila__way *base, const rung *r,
+                          koila__way *best)
+{
+    bool is_best;
+    koila__outline_choose(r->outline, &r->how);
+    if (!koila__outline_spare(r->outline, &r->how, q->options->budget_bytes) ||
+        !is_less(koila__outline_work(r->outline), best))
+        return KOILA_OK;
+    return try_way(q, base, r, best, &is_best);
 }
 
 /* The rung of the least work that may fit, or NULL. */
@@ -295,17 +257,23 @@ static rung *least_bound(rungs *r)
     return best;
 }
 
-/* The least work of all rungs of `base` that fit; else the one with the least peak, if that is
- * below *best's. A rung is built only where its bounds leave it a chance. */
+/* The least work of all rungs of `base` that fit, and of that what fits too; else the one with the
+ * least peak, if that is below *best's. A rung is built only where its bounds leave it a chance. */
 static koila_status climb(const koila__planning *q, const koila__way *base, rungs *r,
                           koila__way *best)
 {
     rung *x = least_work(r, q->options->budget_bytes);
-    for (; x && is_less(x->work, best); x = least_work(r, q->options->budget_bytes))
-        KOILA_TRY(try_rung(q, base, x, best));
+    rung *taken = NULL;
+    bool is_best;
+    for (; x && is_less(x->work, best); x = least_work(r, q->options->budget_bytes)) {
+        KOILA_TRY(try_rung(q, base, x, best, &is_best));
+        taken = is_best && best->accepted ? x : taken;
+    }
+    if (taken && !taken->how.n_offloaded)
+        KOILA_TRY(spare(q, base, taken, best));
     x = best->accepted ? NULL : least_bound(r);
     for (; x && (!best->placed || x->bound < best->peak); x = least_bound(r))
-        KOILA_TRY(try_rung(q, base, x, best));
+        KOILA_TRY(try_rung(q, base, x, best, &is_best));
     return KOILA_OK;
 }
 
@@ -335,5 +303,107 @@ koila_status koila__drop_in_slices(const koila__planning *q, koila__place_fn how
         koila__outline_free(r.host);
     }
     koila__way_free(&base);
+    return status;
+}
+
+/* ---- in slices along another axis */
+
+/* `way` with results dropped as rung r says, in the fewest slices, under the best of the policies.
+ * next->placed stays NULL where it is not scheduled then. */
+static koila_status drop(koila__planning *q, const koila__way *way, rung *r, koila__way *next)
+{
+    static const koila__keep keeps[] = { { .horizon = UINT32_MAX },
+                                         { .horizon = 1 },
+                                         { .horizon = UINT32_MAX, .drops_forward = true },
+                                         { .horizon = 1, .drops_forward = true } };
+    r->is_out = true;
+    KOILA_TRY(koila__way_room(q, next));
+    koila__outline_choose(r->outline, &r->how);
+    KOILA_TRY(koila__recompute_new(r->outline, way->placed, way->targets, q->n_targets, r->how,
+                                   q->mem, &next->placed, next->targets));
+    const koila_status status = koila__search_placed(q, keeps, KOILA_COUNT(keeps), next);
+    if (status == KOILA_OK)
+        return KOILA_OK;
+    koila__placed_free(next->placed);
+    next->placed = NULL;
+    return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
+}
+
+/* More segments leave more and run less again, down to where one segment holds too much. Bounds are
+ * those of slices of one entry, so of any. */
+static koila_status make_rungs_along(const koila__planning *q, const koila__way *way,
+                                     koila_node turn, rungs *r)
+{
+    static const uint32_t n_segments[] = { 32, 24, 16, 12, 8, 6, 5, 4, 3, 2 };
+    koila__outline_options how = { .n_loops = way->schedule.n_loops };
+    koila__recompute x = { .at = last_from(way->placed, turn) };
+    int64_t *one = koila__arena_array(&q->plan->arena, (size_t)q->graph->axes.n + 1, sizeof *one);
+    if (!one)
+        return KOILA_NO_MEMORY;
+    for (uint32_t a = 0; a < q->graph->axes.n; a++)
+        one[a] = 1;
+    how.rows = one;
+    KOILA_TRY(
+        koila__outline_new(&r->usual, way->placed, way->targets, q->n_targets, x.at, &how, q->mem));
+    for (size_t i = 0; i < KOILA_COUNT(n_segments); i++) {
+        x.n_segments = n_segments[i];
+        add_rung(r, r->usual, x);
+    }
+    return KOILA_OK;
+}
+
+/* Does it fit in slices that are not so thin that calling their operators takes the time? */
+static bool is_quick(const koila__way *way)
+{
+    return way->accepted && way->rows[0] >= KOILA_COST_THIN_SLICE;
+}
+
+/* *best becomes `way` with the results of rung x dropped, if that is better. */
+static koila_status try_along(koila__planning *q, const koila__way *way, rung *x, koila__way *best,
+                              bool *is_better)
+{
+    koila__way next = { 0 };
+    KOILA_TRY(drop(q, way, x, &next));
+    koila_assert(!next.placed || next.peak >= x->bound || next.peak > q->options->budget_bytes);
+    *is_better =
+        next.placed && (!best->placed || is_quick(&next) || koila__way_is_better(q, &next, best));
+    if (*is_better)
+        koila__way_swap(best, &next);
+    koila__way_free(&next);
+    return KOILA_OK;
+}
+
+/* *best becomes the first rung that fits in slices that are not thin, else the best one. Where none
+ * may fit, the one that may need the least is tried, for the error. */
+static koila_status climb_along(koila__planning *q, const koila__way *way, rungs *r,
+                                koila__way *best)
+{
+    uint32_t n_worse = 0; /* in a row */
+    bool is_better;
+    for (uint32_t i = 0; i < r->n && !is_quick(best) && n_worse < 2; i++) {
+        if (r->at[i].bound > q->options->budget_bytes)
+            continue;
+        KOILA_TRY(try_along(q, way, &r->at[i], best, &is_better));
+        n_worse = is_better || !best->placed ? 0 : n_worse + 1;
+    }
+    if (best->placed || koila__way_fits(q, way))
+        return KOILA_OK;
+    rung *x = least_bound(r);
+    return x && x->bound < way->peak ? try_along(q, way, x, best, &is_better) : KOILA_OK;
+}
+
+/* `way` needs too much with all that its loops hold. So results of the forward pass are dropped and
+ * computed again, barriers included, where that is better. */
+koila_status koila__drop_along(koila__planning *q, koila_node turn, koila__way *way)
+{
+    koila__way best = { 0 };
+    rungs r = { .n = 0 };
+    koila_status status = make_rungs_along(q, way, turn, &r);
+    if (status == KOILA_OK)
+        status = climb_along(q, way, &r, &best);
+    if (status == KOILA_OK && best.placed && koila__way_is_better(q, &best, way))
+        koila__way_swap(way, &best);
+    koila__way_free(&best);
+    koila__outline_free(r.usual);
     return status;
 }

@@ -86,6 +86,8 @@ struct koila__outline {
     bool *wanted;      /* [store] */
     bool *stays;       /* [store] */
     bool *may_wait;    /* [store] */
+    bool *is_spared;   /* [maker] its results stay: koila__outline_spare() */
+    uint32_t *costly;  /* [maker] scratch of it */
     koila_node *need;  /* [store] the first node after `at` for which it is wanted */
     koila_node *needs; /* [maker] the first one for which it runs again */
     bool *is_again;    /* [maker] */
@@ -492,7 +494,7 @@ static void cut(koila__outline *o, uint32_t n_segments)
 static bool can_run_again(const koila__outline *o, const maker *m, const koila__recompute *how)
 {
     return m->may_repeat && o->segment[m->node] != o->last_segment &&
-           !(how->keeps_expensive && m->is_expensive);
+           !o->is_spared[m - o->makers.at] && !(how->keeps_expensive && m->is_expensive);
 }
 
 /* ---- what waits in host memory */
@@ -635,7 +637,8 @@ static void find_first(koila__outline *o)
     }
 }
 
-bool koila__outline_choose(koila__outline *o, const koila__recompute *how)
+/* As `how` says, but for what is spared. */
+static bool choose(koila__outline *o, const koila__recompute *how)
 {
     bool any = false;
     cut(o, how->n_segments);
@@ -665,7 +668,19 @@ bool koila__outline_choose(koila__outline *o, const koila__recompute *how)
     return any;
 }
 
+bool koila__outline_choose(koila__outline *o, const koila__recompute *how)
+{
+    memset(o->is_spared, 0, o->makers.n * sizeof *o->is_spared);
+    return choose(o, how);
+}
+
 /* ---- the bound */
+
+/* Does maker k run again in the loop that is counted? What runs whole does so before that. */
+static bool is_counted(const koila__outline *o, uint32_t k)
+{
+    return o->is_one && o->is_sure[o->makers.at[k].node];
+}
 
 /* What maker k, which runs again, reads ends not before that. */
 static void hold_inputs(koila__outline *o, uint32_t k)
@@ -713,7 +728,7 @@ static void count_second(koila__outline *o, uint32_t s, uint32_t k)
         o->rise[o->need[s]] += x->n_bytes;
         end_at(o, o->end[s], x->n_bytes);
     }
-    if (o->fate[s] == KOILA__WAITS || !o->is_again[k] || (!o->is_one && !o->end[s]))
+    if (o->fate[s] == KOILA__WAITS || !o->is_again[k] || (!is_counted(o, k) && !o->end[s]))
         return;
     o->rise_again[k] += x->n_bytes;
     end_at(o, o->fate[s] == KOILA__AGAIN && o->end[s] > own ? o->end[s] : own, x->n_bytes);
@@ -736,7 +751,7 @@ static void count_all(koila__outline *o)
             continue;
         o->next[k] = o->head[o->needs[k]];
         o->head[o->needs[k]] = k + 1;
-        if (o->is_one)
+        if (is_counted(o, k))
             hold_inputs(o, k);
     }
     for (uint32_t k = 0; k < o->makers.n; k++) {
@@ -778,6 +793,46 @@ uint64_t koila__outline_bound(koila__outline *o)
         now -= o->fall[n];
     }
     return peak;
+}
+
+/* o->costly := the makers that run again, those of the most work first; returns how many. All
+ * others are spared: what stays now stays. */
+static uint32_t find_costly(koila__outline *o)
+{
+    uint32_t n = 0;
+    for (uint32_t k = 0; k < o->makers.n; k++) {
+        o->is_spared[k] = !o->is_again[k];
+        if (o->is_again[k])
+            o->costly[n++] = k;
+    }
+    for (uint32_t gap = n / 2; gap; gap /= 2) /* a shell sort: there may be thousands */
+        for (uint32_t i = gap; i < n; i++) {
+            const uint32_t k = o->costly[i];
+            const double work = o->makers.at[k].work;
+            uint32_t at = i;
+            for (; at >= gap && o->makers.at[o->costly[at - gap]].work < work; at -= gap)
+                o->costly[at] = o->costly[at - gap];
+            o->costly[at] = k;
+        }
+    return n;
+}
+
+bool koila__outline_spare(koila__outline *o, const koila__recompute *how, uint64_t budget)
+{
+    const uint32_t n = find_costly(o);
+    const uint32_t part = (n + KOILA__SPARED_PARTS - 1) / KOILA__SPARED_PARTS;
+    bool any = false;
+    for (uint32_t i = 0; i < n; i += part) {
+        const uint32_t end = i + part < n ? i + part : n;
+        for (uint32_t k = i; k < end; k++)
+            o->is_spared[o->costly[k]] = true;
+        choose(o, how);
+        const bool fits = koila__outline_bound(o) <= budget;
+        for (uint32_t k = i; k < end; k++)
+            o->is_spared[o->costly[k]] = fits;
+        any |= fits;
+    }
+    return choose(o, how) && any;
 }
 
 double koila__outline_work(const koila__outline *o) { return o->chosen_work; }
@@ -851,6 +906,8 @@ static koila_status make_choice(koila__outline *o)
     MAKE(end, S);
     MAKE(needs, M);
     MAKE(is_again, M);
+    MAKE(is_spared, M);
+    MAKE(costly, M);
     MAKE(is_first, M);
     MAKE(is_read, S);
     MAKE(last, S);

@@ -57,6 +57,11 @@ void koila__outline_free(koila__outline *o);
 
 /* Decides what becomes of each storage. False: nothing is dropped. */
 bool koila__outline_choose(koila__outline *o, const koila__recompute *how);
+/* Of what was chosen last for `how`, lets results stay as long as the bound is within the budget:
+ * those of the most work first, in KOILA__SPARED_PARTS parts. False: none stays, or nothing is
+ * dropped then. */
+bool koila__outline_spare(koila__outline *o, const koila__recompute *how, uint64_t budget);
+enum { KOILA__SPARED_PARTS = 16 };
 /* Of what was chosen last: a lower bound of the peak of its schedule, in the options' rows. */
 uint64_t koila__outline_bound(koila__outline *o);
 /* The same of its work: every call once, those that run again twice, and copies. */

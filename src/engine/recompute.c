@@ -491,10 +491,10 @@ static koila_status rewrite(rewriter *r, koila__placed **out)
     return hand_over(r, out);
 }
 
-koila_status koila__recompute_as(const koila__outline *o, const koila__placed *p,
-                                 const koila_value *targets, uint32_t n_targets,
-                                 koila__recompute how, const koila_allocator *mem,
-                                 koila__placed **out, koila_value *again)
+koila_status koila__recompute_new(const koila__outline *o, const koila__placed *p,
+                                  const koila_value *targets, uint32_t n_targets,
+                                  koila__recompute how, const koila_allocator *mem,
+                                  koila__placed **out, koila_value *again)
 {
     const koila_allocator a = koila__allocator(mem);
     rewriter r = { .o = o, .from = p, .g = p->graph, .how = how, .mem = a };
@@ -515,22 +515,5 @@ koila_status koila__recompute_as(const koila__outline *o, const koila__placed *p
         koila__arena_deinit(&r.keep);
     }
     koila_check(!*out || koila__placed_check(*out, NULL));
-    return status;
-}
-
-koila_status koila__recompute_new(const koila__placed *p, const koila_value *targets,
-                                  uint32_t n_targets, koila__recompute how,
-                                  const koila_allocator *mem, koila__placed **out,
-                                  koila_value *again)
-{
-    koila__outline *o;
-    *out = NULL;
-    KOILA_TRY(koila__outline_new(&o, p, targets, n_targets, how.at,
-                                 &(koila__outline_options){ .uses_host = how.n_offloaded > 0 },
-                                 mem));
-    koila_status status = KOILA_OK;
-    if (koila__outline_choose(o, &how))
-        status = koila__recompute_as(o, p, targets, n_targets, how, mem, out, again);
-    koila__outline_free(o);
     return status;
 }

@@ -494,9 +494,16 @@ static bool is_the_same_recomputed(const random_graph *r, bool whole, koila__rec
         rows[a] = whole || rows_of_all > r->g->axes.at[a] ? r->g->axes.at[a] : rows_of_all;
     how.at %= base->graph->nodes.n + 1;
     *n_again = 0;
-    if (how.at < base->graph->nodes.n)
-        CHECK(koila__recompute_new(base, targets, r->n_targets, how, NULL, &p.placed, again) ==
-              KOILA_OK);
+    if (how.at < base->graph->nodes.n) {
+        koila__outline *o;
+        CHECK(koila__outline_new(&o, base, targets, r->n_targets, how.at,
+                                 &(koila__outline_options){ .uses_host = how.n_offloaded > 0 },
+                                 NULL) == KOILA_OK);
+        if (koila__outline_choose(o, &how))
+            CHECK(koila__recompute_new(o, base, targets, r->n_targets, how, NULL, &p.placed,
+                                       again) == KOILA_OK);
+        koila__outline_free(o);
+    }
     if (p.placed) {
         const koila__live_options live = { .rows = rows };
         uint32_t n_offloads = 0;
@@ -581,9 +588,9 @@ typedef struct bounded {
 } bounded;
 
 /* Bounds the step with results dropped in slices of `rows`, then schedules it in slices of
- * `run_rows`. */
+ * `run_rows`. keep: NULL: all, with uneven workspaces; else none are counted. */
 static bounded bound_of(const random_graph *r, bool whole, koila__recompute how, int64_t rows,
-                        int64_t run_rows)
+                        int64_t run_rows, const koila__keep *keep)
 {
     koila__placed *base = NULL, *again = NULL;
     koila__schedule s;
@@ -591,20 +598,22 @@ static bounded bound_of(const random_graph *r, bool whole, koila__recompute how,
     koila_value targets[RG_MAX_VALUES], at_end[RG_MAX_VALUES];
     int64_t b_rows[4] = { 0 }, r_rows[4] = { 0 };
     bounded x = { 0 };
-    const koila__keep keep = { .horizon = UINT32_MAX };
+    const koila__keep all = { .horizon = UINT32_MAX };
+    uint64_t (*const workspace)(void *, koila_sig, int64_t, int64_t) = keep ? NULL : uneven;
     uint64_t inside = how.at / 4 % 2;
     CHECK((whole ? koila__place_whole : koila__place)(r->g, r->targets, r->n_targets, NULL, &base,
                                                       NULL) == KOILA_OK);
     for (uint32_t i = 0; i < r->n_targets; i++)
         targets[i] = base->lowered[r->targets[i]];
     for (uint32_t a = 0; a < r->g->axes.n; a++) {
-        const int64_t all = r->g->axes.at[a];
-        b_rows[a] = whole || rows > all ? all : rows;
-        r_rows[a] = whole || run_rows > all ? all : run_rows;
+        const int64_t batch = r->g->axes.at[a];
+        b_rows[a] = whole || rows > batch ? batch : rows;
+        r_rows[a] = whole || run_rows > batch ? batch : run_rows;
     }
-    CHECK(koila__schedule_init(&s, base, targets, r->n_targets, keep, NULL, NULL) == KOILA_OK);
+    CHECK(koila__schedule_init(&s, base, targets, r->n_targets, keep ? *keep : all, NULL, NULL) ==
+          KOILA_OK);
     koila__outline_options options = { .rows = b_rows,
-                                       .workspace = uneven,
+                                       .workspace = workspace,
                                        .user = &inside,
                                        .n_loops = s.n_loops,
                                        .uses_host = how.n_offloaded > 0 };
@@ -618,10 +627,13 @@ static bounded bound_of(const random_graph *r, bool whole, koila__recompute how,
         x.least_work = koila__outline_work(o);
     }
     if (x.any) {
-        const koila__live_options live = { .rows = r_rows, .workspace = uneven, .user = &inside };
-        CHECK(koila__recompute_as(o, base, targets, r->n_targets, how, NULL, &again, at_end) ==
+        const koila__live_options live = { .rows = r_rows,
+                                           .workspace = workspace,
+                                           .user = &inside };
+        CHECK(koila__recompute_new(o, base, targets, r->n_targets, how, NULL, &again, at_end) ==
               KOILA_OK);
-        CHECK(koila__schedule_init(&s, again, at_end, r->n_targets, keep, NULL, NULL) == KOILA_OK);
+        CHECK(koila__schedule_init(&s, again, at_end, r->n_targets, keep ? *keep : all, NULL,
+                                   NULL) == KOILA_OK);
         x.peak = koila__live_simulate(again, &s, &live, NULL, NULL, NULL).peak_bytes;
         x.work = s.work;
         koila__schedule_deinit(&s);
@@ -647,19 +659,56 @@ TEST(plan__bounds_of_recomputing_are_never_above_the_peak_and_the_work)
                                            .n_offloaded = seed % 3 ? 0 : 7,
                                            .ahead = k & 4,
                                            .host = { .n_bytes = UINT64_MAX, .price = 1e-9 } };
-            const bounded x = bound_of(&r, k & 2, how, 1 + k % 3, 1 + k % 3);
+            const bounded x = bound_of(&r, k & 2, how, 1 + k % 3, 1 + k % 3, NULL);
             if (!x.any)
                 continue;
             n_with++;
             n_exact += x.bound == x.peak;
             CHECK(x.bound <= x.peak && x.least_work <= x.work * (1 + 1e-9));
             /* a planted fault: it bounds slices of one row more */
-            const bounded wrong = bound_of(&r, k & 2, how, 2 + k % 3, 1 + k % 3);
+            const bounded wrong = bound_of(&r, k & 2, how, 2 + k % 3, 1 + k % 3, NULL);
             n_seen += wrong.bound > wrong.peak;
         }
         rg_deinit(&r);
     }
     CHECK(n_with > 1000 && 2 * n_exact > n_with && n_seen > 50);
+    printf("  %u ways bounded, %u exactly\n", n_with, n_exact);
+}
+
+/* Of slices of one row it is a bound of two slices or more, under each policy. */
+TEST(plan__the_bound_of_one_row_is_one_of_all_slices)
+{
+    static const koila__keep keeps[] = { { .horizon = UINT32_MAX },
+                                         { .horizon = 1 },
+                                         { .horizon = UINT32_MAX, .drops_forward = true },
+                                         { .horizon = 1, .drops_forward = true } };
+    uint32_t n_with = 0, n_exact = 0, n_seen = 0;
+    for (uint64_t seed = 1; seed <= 1500; seed++) {
+        random_graph r;
+        if (rg_init(&r, NULL, seed, NULL, 0, 60) != KOILA_OK)
+            abort();
+        bool any_short = false; /* axes that are one slice */
+        for (uint32_t k = 0; k < 8; k++) {
+            const koila__recompute how = { .at = (koila_node)(seed * 7 + k * 11),
+                                           .n_segments = 2 + k % 4 };
+            const int64_t run_rows = 1 + k % 3;
+            for (uint32_t a = 0; a < r.g->axes.n; a++)
+                any_short |= r.g->axes.at[a] <= run_rows;
+            if (any_short)
+                continue;
+            const bounded x = bound_of(&r, false, how, 1, run_rows, &keeps[k % 4]);
+            if (!x.any)
+                continue;
+            n_with++;
+            n_exact += x.bound == x.peak;
+            CHECK(x.bound <= x.peak);
+            /* a planted fault: it bounds slices of more rows */
+            const bounded wrong = bound_of(&r, false, how, run_rows + 1, run_rows, &keeps[k % 4]);
+            n_seen += wrong.bound > wrong.peak;
+        }
+        rg_deinit(&r);
+    }
+    CHECK(n_with > 500 && n_exact > 50 && n_seen > 50);
     printf("  %u ways bounded, %u exactly\n", n_with, n_exact);
 }
 
