@@ -4,7 +4,7 @@
  *   run.c           what capture asks for          whole.c         the simple executor of tests
  *   request.c       a request, start to end        strict.c        what strict() refuses
  *   effects.c       writes that a step leaves      plan_report.c   plans as people see them
- *   exec.c          a plan, on real tensors        ranks.c         other processes, sharded modules
+ *   exec.h          a plan, on real tensors        ranks.c         other processes, sharded modules
  *   plan_cache.c    which plan                     room.c          the memory a step may use
  *   probe.c         operators that never ran here  workspaces.c    bytes used inside operators
  *   cuda_state.c    a GPU's allocator as it is     tuning.c        the fastest number of rows
@@ -46,6 +46,13 @@ extern struct koila__torch_calls {
 int koila__torch_setup(void);
 /* Borrowed callable that implements "koila::name". */
 PyObject *koila__pseudo_object(const char *name);
+/* A view of t on entries first ... first + n of dimension `dim`. */
+PyObject *koila__torch_narrow(PyObject *t, int64_t dim, int64_t first, int64_t n);
+/* An uninitialised tensor of meta m. If extent >= 0, dimension `dim` has that size. It is dense, in
+ * m's order of dimensions (contiguous if m->stride is NULL). */
+PyObject *koila__torch_empty(const koila_meta_info *m, int32_t dim, int64_t extent);
+/* t in another dtype. */
+PyObject *koila__torch_cast(PyObject *t, koila_dtype dtype);
 
 /* ---- call.c */
 /* Replaces positional value `arg` for one call. */

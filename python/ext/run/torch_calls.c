@@ -87,3 +87,39 @@ PyObject *koila__pseudo_object(const char *name)
         PyErr_Format(PyExc_RuntimeError, "koila: no implementation of %s", name);
     return o;
 }
+
+PyObject *koila__torch_narrow(PyObject *t, int64_t dim, int64_t first, int64_t n)
+{
+    return PyObject_CallFunction(koila__torch.narrow, "OLLL", t, (long long)dim, (long long)first,
+                                 (long long)n);
+}
+
+PyObject *koila__torch_empty(const koila_meta_info *m, int32_t dim, int64_t extent)
+{
+    int64_t size[KOILA_MAX_DIMS], stride[KOILA_MAX_DIMS];
+    for (uint32_t d = 0; d < m->n_dims; d++)
+        size[d] = (int32_t)d == dim && extent >= 0 ? extent : m->size[d];
+    koila_dense_strides(m, size, stride);
+    PyObject *dtype = koila__dtype_object(m->dtype);
+    PyObject *device = dtype ? koila__device_object(m->device) : NULL;
+    PyObject *s = device ? koila__ints_object(size, m->n_dims) : NULL;
+    PyObject *t = s ? koila__ints_object(stride, m->n_dims) : NULL;
+    PyObject *args = t ? PyTuple_Pack(2, s, t) : NULL;
+    PyObject *kw = args ? Py_BuildValue("{s:O,s:O}", "dtype", dtype, "device", device) : NULL;
+    PyObject *out = kw ? PyObject_Call(koila__torch.empty_strided, args, kw) : NULL;
+    Py_XDECREF(s);
+    Py_XDECREF(t);
+    Py_XDECREF(args);
+    Py_XDECREF(kw);
+    return out;
+}
+
+PyObject *koila__torch_cast(PyObject *t, koila_dtype dtype)
+{
+    PyObject *args = PyTuple_Pack(1, t);
+    PyObject *kw = args ? Py_BuildValue("{s:O}", "dtype", koila__dtype_object(dtype)) : NULL;
+    PyObject *out = kw ? PyObject_Call(koila__torch.to_copy, args, kw) : NULL;
+    Py_XDECREF(args);
+    Py_XDECREF(kw);
+    return out;
+}
