@@ -5,6 +5,10 @@
  * weight in another layout) and a part that grows with the rows, so it is interpolated linearly in
  * between. WHOLE: outside a loop, or all rows in one slice.
  *
+ * One call may be cut along its rows in one step, and along tokens in the next. One row of two is
+ * half of it, one token of 192 next to nothing, so each batch size has entries of its own, the last
+ * few of them. A size that was never measured is taken from another by its share of the whole.
+ *
  * What is kept is the most of the last runs, not the most ever: one sample that was too large must
  * not make plans worse for good. A run is one plan, executed.
  *
@@ -16,8 +20,11 @@
  */
 #include "run/run.h"
 
+#include <math.h>
+
 enum {
-    N_SEEN = 6,         /* row counts kept for a signature */
+    N_SEEN = 6,         /* row counts kept for a signature and batch size */
+    MOST_BATCHES = 3,   /* sizes kept for a signature */
     SIGS_AHEAD = 64,    /* room for signatures still to come */
     NOISE_BYTES = 4096, /* smaller changes, or less than one part in NOISE_SHARE, are ignored */
     NOISE_SHARE = 50,
@@ -39,8 +46,9 @@ typedef struct workspace {
     seen doubted;    /* the last one that was left out; rows 0: none */
     int64_t batch;   /* 0: not known */
     uint32_t n;
-    uint32_t run;  /* number of runs in which it was measured */
-    uint64_t when; /* the last of them, on `learned.clock` */
+    uint32_t run;           /* number of runs in which it was measured */
+    uint64_t when;          /* the last of them, on `learned.clock` */
+    struct workspace *next; /* the same signature at another batch size; this one owns it */
 } workspace;
 static struct {
     workspace *at; /* [n] by signature */
@@ -54,7 +62,18 @@ static struct {
 /* NULL: nothing was seen of it. */
 static const workspace *workspace_at(koila_sig sig)
 {
-    return sig < learned.n && learned.at[sig].n ? &learned.at[sig] : NULL;
+    const workspace *w = sig < learned.n ? &learned.at[sig] : NULL;
+    while (w && !w->n)
+        w = w->next;
+    return w;
+}
+
+/* Those of that batch size; 0: the first. NULL: there are none. */
+static workspace *of_batch(workspace *w, int64_t batch)
+{
+    while (w && batch && w->batch && w->batch != batch)
+        w = w->next;
+    return w;
 }
 
 static int64_t rows_or_whole(int64_t rows, int64_t batch)
@@ -108,13 +127,9 @@ static uint64_t on_a_line(const workspace *w, uint32_t n, uint32_t above, double
     return (uint64_t)(y > least ? y : least);
 }
 
-uint64_t koila__workspace_of(void *ignored, koila_sig sig, int64_t rows, int64_t batch)
+/* Bytes at that many rows of that batch size; w->n > 0. */
+static uint64_t bytes_at(const workspace *w, int64_t rows)
 {
-    (void)ignored;
-    const workspace *w = workspace_at(sig);
-    if (!w)
-        return 0;
-    rows = rows_or_whole(rows, batch);
     const uint32_t above = entry_from(w, rows);
     if (is_entry(w, above, rows))
         return w->at[above].bytes;
@@ -128,6 +143,22 @@ uint64_t koila__workspace_of(void *ignored, koila_sig sig, int64_t rows, int64_t
     return on_a_line(w, n, above, rows == WHOLE ? (double)w->batch : (double)rows);
 }
 
+uint64_t koila__workspace_of(void *ignored, koila_sig sig, int64_t rows, int64_t batch)
+{
+    (void)ignored;
+    const workspace *w = workspace_at(sig);
+    if (!w)
+        return 0;
+    const workspace *same = of_batch(&learned.at[sig], batch);
+    rows = rows_or_whole(rows, batch);
+    if (same && same->n)
+        return bytes_at(same, rows);
+    if (rows == WHOLE)
+        return bytes_at(w, WHOLE);
+    const double share = (double)rows / (double)batch * (double)w->batch;
+    return on_a_line(w, w->n, entry_from(w, (int64_t)ceil(share)), share);
+}
+
 bool koila__workspace_known(void *ignored, koila_sig sig, int64_t rows, int64_t batch,
                             uint64_t *bytes)
 {
@@ -137,7 +168,7 @@ bool koila__workspace_known(void *ignored, koila_sig sig, int64_t rows, int64_t 
 
 bool koila__learned(koila_sig sig, int64_t rows, int64_t batch)
 {
-    const workspace *w = workspace_at(sig);
+    const workspace *w = workspace_at(sig) ? of_batch(&learned.at[sig], batch) : NULL;
     rows = rows_or_whole(rows, batch);
     return w && is_entry(w, entry_from(w, rows), rows);
 }
@@ -249,11 +280,34 @@ static void count_run(workspace *w)
             doubt(w, i);
 }
 
+/* The entries of that batch size, which are made: in place of the oldest where there are too many.
+ * A call on all rows is the same at each size. */
+static workspace *entries_of(workspace *first, int64_t batch)
+{
+    workspace *w = of_batch(first, batch);
+    workspace *oldest = first;
+    uint32_t n = 1;
+    if (w)
+        return w;
+    for (w = first; w->next; w = w->next, n++)
+        oldest = w->next->when < oldest->when ? w->next : oldest;
+    workspace *made = n < MOST_BATCHES ? PyMem_RawCalloc(1, sizeof *made) : NULL;
+    if (made)
+        w->next = made;
+    else
+        made = oldest;
+    const seen whole = first->n ? first->at[first->n - 1] : (seen){ 0 };
+    *made = (workspace){ .batch = batch, .next = made->next };
+    if (whole.rows == WHOLE)
+        made->at[made->n++] = whole;
+    return made;
+}
+
 void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes, koila__measured how)
 {
     if (!make_room(sig))
         return;
-    workspace *w = &learned.at[sig];
+    workspace *w = entries_of(&learned.at[sig], batch);
     count_run(w);
     const uint64_t counted_with = koila__workspace_of(NULL, sig, rows, batch);
     if (batch)
@@ -265,7 +319,7 @@ void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes, ko
 
 bool koila__learned_surely(koila_sig sig, int64_t rows, int64_t batch)
 {
-    const workspace *w = workspace_at(sig);
+    const workspace *w = workspace_at(sig) ? of_batch(&learned.at[sig], batch) : NULL;
     rows = rows_or_whole(rows, batch);
     const uint32_t i = w ? entry_from(w, rows) : 0;
     return w && is_entry(w, i, rows) && w->at[i].is_sure && !w->at[i].n_less;
@@ -283,24 +337,34 @@ bool koila__learned_misfit(uint64_t key)
         return false;
     learned.n_misfits = 0;
     for (uint32_t s = 0; s < learned.n; s++)
-        for (uint32_t i = learned.at[s].n; i-- > 0;)
-            if (!learned.at[s].at[i].is_sure)
-                doubt(&learned.at[s], i);
+        for (workspace *w = &learned.at[s]; w; w = w->next)
+            for (uint32_t i = w->n; i-- > 0;)
+                if (!w->at[i].is_sure)
+                    doubt(w, i);
     return learned.generation != before;
+}
+
+static void forget(workspace *w)
+{
+    for (workspace *next = w->next, *after; next; next = after) {
+        after = next->next;
+        PyMem_RawFree(next);
+    }
+    *w = (workspace){ 0 };
 }
 
 void koila__workspaces_forget(void)
 {
     for (koila_sig s = 0; s < learned.n; s++)
         if (!koila_sig_get(koila__table, s))
-            memset(&learned.at[s], 0, sizeof learned.at[s]);
+            forget(&learned.at[s]);
 }
 
 uint64_t koila__learned_generation(void) { return learned.generation; }
 
 void koila__unlearn(void)
 {
-    if (learned.n)
-        memset(learned.at, 0, learned.n * sizeof *learned.at);
+    for (koila_sig s = 0; s < learned.n; s++)
+        forget(&learned.at[s]);
     learned.generation++;
 }
