@@ -39,7 +39,8 @@
  * [B, 1, 1, T] is broadcast to [B, 1, T, T], whose rows are queries. Its columns are cut then, and
  * attention, which cuts queries, would need it whole. So where a result has the axis in a dimension
  * before that of the cut inputs, and they lack it, those small inputs are made whole. A result of
- * whole inputs that are all smaller by the length of the axis is FREE: its use decides.
+ * whole inputs that are all smaller by the length of the axis, or leaves, which are there in any
+ * case (a mask that the rows share), is FREE: its use decides.
  *
  * Note [Late sums]. A sum of partial sums stays partial, so that one loop makes both terms. Where
  * barriers lie between the terms (the gradient of an embedding that is also the last layer: its
@@ -1336,7 +1337,7 @@ static bool make_tables(koila__placer *p, const koila_sig_info *sig, koila_value
 }
 
 /* Note [Tables]: is the result of whole inputs one? */
-static bool is_table(koila__placer *p, const koila_sig_info *sig)
+static bool is_table(koila__placer *p, const koila_sig_info *sig, const koila_value *in)
 {
     if (!p->seeds || !sig->n_inputs || !is_elementwise(p, sig))
         return false;
@@ -1345,10 +1346,13 @@ static bool is_table(koila__placer *p, const koila_sig_info *sig)
         const uint64_t rows = (uint64_t)koila_graph_axis_size(p->from, (uint16_t)a);
         size = rows < size ? rows : size;
     }
-    const uint64_t n_elements = koila__meta(p->table, sig->outputs[0])->n_elements;
-    for (uint32_t i = 0; i < sig->n_inputs; i++)
-        if (koila__meta(p->table, sig->inputs[i])->n_elements > n_elements / size)
+    const koila_meta_info *out = koila__meta(p->table, sig->outputs[0]);
+    const bool has_tokens = first_of_tokens(p, out) < out->n_dims;
+    for (uint32_t i = 0; i < sig->n_inputs; i++) {
+        const bool stays = has_tokens && p->to->values.at[in[i]].node == KOILA_NONE;
+        if (!stays && koila__meta(p->table, sig->inputs[i])->n_elements > out->n_elements / size)
             return false;
+    }
     return true;
 }
 
@@ -1400,7 +1404,7 @@ static bool place_in(koila__placer *p, koila_sig id, const koila_value *inputs,
         return false;
     uint32_t axis = axis_of(p, placed, sig->n_inputs);
     if (axis == KOILA_NONE) {
-        const bool stays_free = is_table(p, sig) || is_free(p, sig, placed);
+        const bool stays_free = is_table(p, sig, in) || is_free(p, sig, placed);
         const bool is_seed = p->seeds && p->seeds[p->recorded] && !stays_free;
         return append(p, id, sig, in, NULL, stays_free, results) &&
                (!is_seed || cut(p, sig, placed, 0, results));
