@@ -181,10 +181,10 @@ KOILA_API koila_status koila_fits_plan(const koila_plan *p, const koila_device *
                                        koila_error *e);
 /** koila_plan_new(), of the plans that fit `live`: the fewest slices, then the least work. Plans
  * are compared by their sum of live bytes first (with the budget, and with what `live` has left);
- * then at most KOILA_MAX_SIMULATIONS of them are run, of each axis that is tried. When some fit by
- * the sum but none when run, *out is the plan of one row a slice, and fit->fits is false. `o` may
- * be NULL. On success *out is yours: koila_plan_free().
- *  Expected: as koila_plan_new() and koila_fits(); OOM when one row does not fit by the sum. */
+ * then at most KOILA_MAX_SIMULATIONS of them are run, of each axis that is tried, and again with
+ * results dropped. When some fit by the sum but none when run, *out is the plan of one row a
+ * slice, and fit->fits is false. `o` may be NULL. On success *out is yours: koila_plan_free().
+ * Expected: as koila_plan_new() and koila_fits(); OOM when one row does not fit by the sum. */
 KOILA_API koila_status koila_plan_live(const koila_graph *g, const koila_value *targets,
                                        uint32_t n_targets, const koila_plan_options *po,
                                        const koila_device *d, koila_cache *live,

@@ -22,8 +22,10 @@ bool koila__fit_accepts(void *user, const koila_plan *p)
     const uint32_t most = KOILA_MAX_SIMULATIONS - (is_one_row ? 0 : 1);
     bool yes = false;
     const uint32_t along = info.n_inner ? KOILA_NONE : info.dim + 1;
-    if (x->along != along) { /* another axis, or both: counted anew */
+    const bool drops = info.n_again || info.n_offloaded;
+    if (x->along != along || x->drops != drops) { /* another way: counted anew */
         x->along = along;
+        x->drops = drops;
         x->n_simulations = 0;
         x->refused_slices = 0;
     }

@@ -268,6 +268,7 @@ static koila_status plan_that_fits(prediction_input *x, koila_plan **plan, koila
     koila__fit_search search = { .fits = fits_from_start, .user = x };
     koila_plan_options po = { .struct_size = sizeof po,
                               .axes = x->o.rows_only ? KOILA_AXES_ROWS : KOILA_AXES_ANY,
+                              .recomputes = true,
                               .accepts = koila__fit_accepts,
                               .accepts_user = &search };
     koila_plan *found = NULL;

@@ -189,7 +189,8 @@ void koila__sim_step(koila__sim *s, bool first);
 /* ---- fit.c */
 
 /* A search for a plan that fits: koila_plan_options.accepts. At most KOILA_MAX_SIMULATIONS plans
- * are tried, and the last try is left for one row a slice. */
+ * are tried of each way (rows, another axis, both, with results dropped), and the last try is left
+ * for one row a slice. */
 typedef struct koila__fit_search {
     /* in: does p fit? *yes is written on success */
     koila_status (*fits)(void *user, const koila_plan *p, bool *yes);
@@ -199,6 +200,7 @@ typedef struct koila__fit_search {
     uint32_t refused_slices; /* of the last plan that did not fit; 0: none */
     uint64_t refused_bytes;  /* its peak */
     uint32_t along;          /* 1 + the dimension of the axis that is tried now; 0: the rows */
+    bool drops;              /* results are computed again, or wait in host memory */
     bool accepted;           /* some plan fits */
     const koila_graph *accepted_graph; /* of the last one that does; only to be compared */
     int64_t accepted_rows;

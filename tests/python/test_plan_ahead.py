@@ -357,6 +357,30 @@ def test_a_step_too_large_for_the_device_is_cut_until_it_fits():
     assert plan.micro_batch == plan.prediction["rows"] < plan.batch
 
 
+def convolutions():
+    def layer():
+        return nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.GroupNorm(2, 64), nn.SiLU())
+
+    layers = [layer() for _ in range(24)]
+    return nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), *layers, nn.AdaptiveAvgPool2d(1))
+
+
+def test_a_sample_too_large_for_the_device_is_planned_with_results_computed_again():
+    model = on_meta(convolutions)
+
+    def planned(size, **kw):
+        with koila.axes("batch"):
+            x = meta(1, 3, size, size)
+            return koila.plan(lambda x: model(x).sum(), x, device="t4-16gb", **kw)
+
+    assert planned(512).fits and not planned(512).n_recomputed
+    plan = planned(1280)
+    assert plan.fits and plan.n_recomputed and plan.axis is None
+    kept = planned(1280, micro_batch=1)  # the same step, with all results kept
+    assert not kept.fits and not kept.n_recomputed
+    assert plan.predicted_peak_bytes < 16 << 30 < kept.predicted_peak_bytes
+
+
 def test_a_step_that_no_slice_makes_fit_is_said_not_to_and_soon():
     model = on_meta(nn.Linear, 1 << 18, 1 << 16, bias=False)  # 64 GiB of weights
     t, plan = seconds(

@@ -4,6 +4,8 @@
 #include "koila/koila.h"
 #include "random_graph.h"
 
+#include "predict/simulation.h"
+
 #define MIB ((uint64_t)1 << 20)
 
 static koila_graph *parse(koila_table **table, const char *text)
@@ -1069,4 +1071,48 @@ TEST(predict__ranges_are_in_order_though_asking_for_more_may_reserve_less)
     for (size_t i = 0; i < KOILA_COUNT(r); i++)
         CHECK(r[i]->low <= r[i]->expected && r[i]->expected <= r[i]->high);
     CHECK(p.first.device.high >= p.first.reserved.high + 500 * MIB); /* with the widest context */
+}
+
+/* koila__fit_search.fits */
+static koila_status fits_recomputed(void *user, const koila_plan *p, bool *yes)
+{
+    const uint32_t *least = user;
+    *yes = koila_plan_get(p).n_again >= *least;
+    return KOILA_OK;
+}
+
+/* Nine numbers of slices are refused first, as many as are tried at most. */
+TEST(predict__what_is_computed_again_is_tried_where_all_slices_were_refused)
+{
+    static const char text[] =
+        "koila graph 1\naxis 512\n%0 = batch axis 0 dim 0 f32[512, 256]\n"
+        "%1 = real f32[256, 256]\n"
+        "%2 = aten::mm(%0, %1) -> f32[512, 256] grad\n%3 = aten::gelu(%2) -> f32[512, 256] grad\n"
+        "%4 = aten::mm(%3, %1) -> f32[512, 256] grad\n%5 = aten::gelu(%4) -> f32[512, 256] grad\n"
+        "%6 = aten::mm(%5, %1) -> f32[512, 256] grad\n"
+        "%7 = aten::sigmoid(%6) -> f32[512, 256] grad\n"
+        "%8 = aten::mul.Tensor(%7, %6) -> f32[512, 256] grad\n"
+        "%9 = aten::mul.Tensor(%8, %5) -> f32[512, 256] grad\n"
+        "%10 = aten::mul.Tensor(%9, %4) -> f32[512, 256] grad\n"
+        "%11 = aten::mul.Tensor(%10, %3) -> f32[512, 256] grad\n"
+        "%12 = aten::mul.Tensor(%11, %2) -> f32[512, 256] grad\n"
+        "%13 = aten::sum.dim_IntList(%12, [0], true) -> f32[1, 256] grad\n";
+    koila_table *t;
+    koila_graph *g = parse(&t, text);
+    const koila_value target = koila_graph_n_values(g) - 1;
+    for (uint32_t least = 0; least < 2; least++) {
+        koila__fit_search search = { .fits = fits_recomputed, .user = &least };
+        koila_plan_options o = { .struct_size = sizeof o,
+                                 .budget_bytes = 8 * MIB,
+                                 .recomputes = true,
+                                 .axes = KOILA_AXES_ROWS,
+                                 .accepts = koila__fit_accepts,
+                                 .accepts_user = &search };
+        koila_plan *p = NULL;
+        CHECK_EQ(koila_plan_new(g, &target, 1, &o, NULL, &p, NULL), KOILA_OK);
+        CHECK(search.accepted && p && (koila_plan_get(p).n_again > 0) == least);
+        koila_plan_free(p);
+    }
+    koila_graph_free(g);
+    koila_table_free(t);
 }
