@@ -415,9 +415,13 @@ static koila_status hand_over(rewriter *r, koila__placed **out)
     koila__size *size = koila__arena_array(&r->keep, n_values, sizeof *size);
     koila_value *lowered =
         koila__arena_array(&r->keep, r->from->n_recorded_values, sizeof *lowered);
-    TRY_ALLOC(p && size && lowered);
+    const uint8_t *added = r->from->adds_on;
+    uint8_t *adds_on = added ? koila__arena_array(&r->keep, n_values, 1) : NULL;
+    TRY_ALLOC(p && size && lowered && (adds_on || !added));
     for (koila_value v = 0; v < r->g->values.n; v++) {
         size[r->first[v]] = r->from->size[v];
+        if (added) /* sums are made once */
+            adds_on[r->first[v]] = added[v];
         if (r->second[v] != KOILA_NONE)
             size[r->second[v]] = r->from->size[v];
     }
@@ -433,6 +437,7 @@ static koila_status hand_over(rewriter *r, koila__placed **out)
                           .size = size,
                           .need = r->need.at,
                           .node = r->node.at,
+                          .adds_on = adds_on,
                           .lowered = lowered,
                           .n_recorded_values = r->from->n_recorded_values,
                           .cap_values = r->value.cap,
