@@ -975,3 +975,40 @@ def test_a_thread_without_settings_reads_a_step_whose_thread_plans():
     value, plans = found[0]
     assert torch.equal(value, x * 2)
     assert planned.asked_by == "plan" and planned.n_run == 0
+
+
+class _Nests(torch.autograd.Function):
+    """Twice x. Its backward runs another one, and so on, `depth` times."""
+
+    @staticmethod
+    def forward(ctx, x, depth):
+        ctx.depth = depth
+        ctx.save_for_backward(x.detach())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            z = _Nests.apply(y, ctx.depth - 1) if ctx.depth else y * y.detach()
+            return torch.autograd.grad((z * grad).sum(), y)[0], None
+
+
+@pytest.mark.parametrize("depth", [1, 31, 32, 33, 60, 61, 130])
+def test_nested_backwards_are_eager_ones_where_torch_changes_the_thread(depth):
+    def gradient(wrap):
+        torch.manual_seed(0)
+        w = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+        x = torch.randn(B, 4, dtype=torch.float64)
+        _Nests.apply(wrap(x) @ w, depth).sum().backward()
+        return w.grad
+
+    with koila.micro_batch(5):
+        found = gradient(lazy)
+    assert is_plain(found)
+    torch.testing.assert_close(found, gradient(lambda x: x), rtol=1e-12, atol=1e-12)
+    # nothing is left behind: this backward is none of koila's
+    v = torch.ones(3, requires_grad=True)
+    (v * v).sum().backward()
+    assert is_plain(v.grad)

@@ -5,7 +5,8 @@
  *              context whose tensors it was given (autograd's devices, parallel_apply)
  *   backward   of the running thread or task, or of the one whose backward autograd's engine runs:
  *              torch carries its thread-local objects to its devices' threads, and ours is among
- *              them while a backward is recorded
+ *              them while a backward is recorded, unless none of those threads can take part:
+ *              torch copies all of these objects for each operator that is recorded
  *   plain      a backward that meets nothing lazy is none of ours: torch's own, at once
  *
  * A backward from a plain tensor can come upon lazy ones only where operators on lazy tensors gave
@@ -18,12 +19,22 @@
 
 /* What koila needs of torch; all owned. */
 static struct {
-    PyObject *stash, *get, *has, *drop, *graph_task, *key;
+    PyObject *stash, *get, *has, *drop, *graph_task, *accelerator, *key;
     PyObject *apply; /* code of torch.autograd.Function.apply; NULL: this torch has another */
     bool ready;
 } torch_tls;
 
 static uint32_t n_backwards; /* that are recorded now, in all threads */
+
+/* Backwards nested deeper than 60 (MAX_DEPTH of torch/csrc/autograd/engine.h) go on in a thread of
+ * a pool. */
+enum { DEEP = 32 };
+
+static _Thread_local struct {
+    uint32_t depth;          /* backwards that were begun here, one within the other */
+    koila__context *context; /* the innermost's; borrowed from who began it */
+    bool has_device_threads; /* torch may go on in threads of devices */
+} here;
 
 static PyObject *function_of(PyObject *module, const char *name)
 {
@@ -47,6 +58,7 @@ int koila__whose_setup(void)
     torch_tls.has = function_of(torch, "_is_key_in_tls");
     torch_tls.drop = function_of(torch, "_remove_obj_from_tls");
     torch_tls.graph_task = function_of(torch, "_current_graph_task_id");
+    torch_tls.accelerator = function_of(torch, "_accelerator_getAccelerator");
     torch_tls.key = PyUnicode_InternFromString("koila");
     torch_tls.ready = true;
 done:
@@ -61,10 +73,10 @@ done:
  * exception. */
 static koila__context *carried(void)
 {
-    if (!n_backwards)
+    if (here.context)
+        return (koila__context *)Py_NewRef((PyObject *)here.context);
+    if (!n_backwards || !torch_tls.stash || !torch_tls.has || !torch_tls.get)
         return NULL;
-    if (!torch_tls.stash || !torch_tls.has || !torch_tls.get)
-        return (koila__context *)Py_XNewRef((PyObject *)koila__context_peek());
     PyObject *has = PyObject_CallOneArg(torch_tls.has, torch_tls.key);
     PyObject *c = has == Py_True ? PyObject_CallOneArg(torch_tls.get, torch_tls.key) : NULL;
     Py_XDECREF(has);
@@ -226,27 +238,46 @@ static int carry(PyObject *c)
     return done ? 0 : -1;
 }
 
+/* Has this torch an accelerator, whose threads autograd's engine may use? Asking starts none. */
+static bool has_device_threads(void)
+{
+    PyObject *a = torch_tls.accelerator ? PyObject_CallNoArgs(torch_tls.accelerator) : NULL;
+    PyErr_Clear();
+    const bool has = a != Py_None; /* or nobody knows */
+    Py_XDECREF(a);
+    return has;
+}
+
+/* May the backward that begins or ends at here.depth go on in another thread? */
+static bool may_change_thread(void) { return here.has_device_threads || here.depth >= DEEP; }
+
 /* backward_begins(context) -> what backward_ends() takes: from here on operators and backwards that
  * autograd's engine calls, on whichever thread, are of this context. */
 static PyObject *py_backward_begins(PyObject *module, PyObject *context)
 {
     koila__context *before = carried();
-    if ((PyObject *)before != context && carry(context) < 0) {
+    if (!here.depth)
+        here.has_device_threads = has_device_threads();
+    if (may_change_thread() && carry(context) < 0) {
         Py_XDECREF((PyObject *)before);
         return NULL;
     }
+    here.depth++;
+    here.context = (koila__context *)context;
     n_backwards++;
     return before ? (PyObject *)before : Py_NewRef(Py_None);
 }
 
 static PyObject *py_backward_ends(PyObject *module, PyObject *before)
 {
-    koila_assert(n_backwards > 0);
-    koila__context *now = carried();
-    const int status = (PyObject *)now == before ? 0 : carry(before);
-    Py_XDECREF((PyObject *)now);
+    koila_assert(n_backwards > 0 && here.depth > 0);
     n_backwards--;
-    return status < 0 ? NULL : Py_NewRef(Py_None);
+    here.depth--;
+    here.context = here.depth ? (koila__context *)before : NULL;
+    if (!may_change_thread())
+        Py_RETURN_NONE;
+    const bool is_first_deep = !here.has_device_threads && here.depth == DEEP;
+    return carry(is_first_deep ? Py_None : before) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* has_exit(lazy): a plain tensor with a graph behind it is made of this one */
