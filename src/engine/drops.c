@@ -3,13 +3,14 @@
  * of it. */
 #include "engine/drops.h"
 
+#include "engine/live.h"
 #include "engine/plan_costs.h"
 #include "engine/recompute.h"
 #include "engine/search.h"
 #include "graph/table.h"
 
 /* Finds the recorded node at which the step as it was recorded holds the most; KOILA_NONE: nothing
- * runs. */
+ * runs. What operators use inside does not count: in slices it is less. */
 koila_status koila__drop_turn(const koila__planning *q, koila_node *turn)
 {
     koila__way whole = { 0 };
@@ -19,7 +20,9 @@ koila_status koila__drop_turn(const koila__planning *q, koila_node *turn)
     koila__rows_for(q->graph, 1, whole.rows);
     const koila_status status = koila__way_keep_all(q, &whole);
     if (status == KOILA_OK) {
-        const koila_node at = koila__way_peak_node(q, &whole);
+        const koila__live_options live = { .rows = whole.rows };
+        const koila_node at =
+            koila__live_simulate(whole.placed, &whole.schedule, &live, NULL, NULL, NULL).peak_node;
         *turn = at == KOILA_NONE ? at : whole.placed->node[at].recorded;
         koila__schedule_deinit(&whole.schedule);
     }
@@ -373,18 +376,25 @@ static koila_status try_along(koila__planning *q, const koila__way *way, rung *x
     return KOILA_OK;
 }
 
-/* *best becomes the first rung that fits in slices that are not thin, else the best one. Where none
- * may fit, the one that may need the least is tried, for the error. */
+/* *best becomes the first rung that fits in slices that are not thin, else the best one; if that
+ * does not fit, the same with loops apart. Where none may fit, the one that may need the least is
+ * tried, for the error. */
 static koila_status climb_along(koila__planning *q, const koila__way *way, rungs *r,
                                 koila__way *best)
 {
     uint32_t n_worse = 0; /* in a row */
+    rung *taken = NULL;
     bool is_better;
     for (uint32_t i = 0; i < r->n && !is_quick(best) && n_worse < 2; i++) {
         if (r->at[i].bound > q->options->budget_bytes)
             continue;
         KOILA_TRY(try_along(q, way, &r->at[i], best, &is_better));
         n_worse = is_better || !best->placed ? 0 : n_worse + 1;
+        taken = is_better ? &r->at[i] : taken;
+    }
+    if (taken && !koila__way_fits(q, best) && !koila__way_fits(q, way)) {
+        taken->how.apart = true;
+        KOILA_TRY(try_along(q, way, taken, best, &is_better));
     }
     if (best->placed || koila__way_fits(q, way))
         return KOILA_OK;

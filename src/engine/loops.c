@@ -93,6 +93,14 @@ static void delay_again(work_state *w)
     }
 }
 
+/* Makes room for a loop before each: calls that run again, and are needed whole, get it. */
+static void spread_levels(work_state *w)
+{
+    for (uint32_t n = 0; n < w->n_nodes; n++)
+        w->level[n] *= 2;
+    w->n_levels = 2 * w->n_levels - 1;
+}
+
 /* Finds level[n], and the values that some use needs whole. */
 static void find_levels(work_state *w)
 {
@@ -117,6 +125,8 @@ static void find_levels(work_state *w)
         if (level + 1 > w->n_levels)
             w->n_levels = level + 1;
     }
+    if (w->p->again_apart)
+        spread_levels(w);
     delay_again(w);
 }
 

@@ -28,6 +28,7 @@ typedef struct koila__recompute {
     koila__host host; /* where they wait */
     /* each copy ends one copy later than its value is needed: copies run beside the kernels */
     bool ahead;
+    bool apart; /* what is collected again has loops of its own: less at once, more loops */
 } koila__recompute;
 enum { KOILA__OFFLOAD_PARTS = 16 };
 

@@ -438,6 +438,7 @@ static koila_status hand_over(rewriter *r, koila__placed **out)
                           .need = r->need.at,
                           .node = r->node.at,
                           .adds_on = adds_on,
+                          .again_apart = r->how.apart,
                           .lowered = lowered,
                           .n_recorded_values = r->from->n_recorded_values,
                           .cap_values = r->value.cap,

@@ -167,6 +167,8 @@ typedef struct koila__placed {
     /* [n_values of graph] of a step within a row (engine/both.c): a sum that is added to what
      * earlier rows left; NULL: none is */
     uint8_t *adds_on;
+    /* what is computed again and collected has loops of its own (engine/recompute.c) */
+    bool again_apart;
     uint32_t n_recorded_values;
     /* allocated elements of `value`, `need`, `node` */
     size_t cap_values, cap_needs, cap_nodes;

@@ -177,7 +177,7 @@ def needs(model, data, loss):
 
 
 # which need rows and tokens cut at once, with two samples
-BOTH = ("gpt2", "llama", "mistral", "qwen2", "bert", "unet3d")
+BOTH = ("gpt2", "llama", "mistral", "qwen2", "bert", "vit", "unet3d")
 
 
 @counted
@@ -211,6 +211,7 @@ BOTH = ("gpt2", "llama", "mistral", "qwen2", "bert", "unet3d")
         ("t5", 2, 0.5),
         ("t5", 2, 0.3),
         ("vit", 1, 0.5),  # patches: no value of the batch has that dimension
+        ("vit", 2, 0.3),  # keys and values are computed again in loops of their own
         ("unet2d", 1, 0.5),
         ("unet2d", 1, 0.3),
         ("unet3d", 1, 0.5),
