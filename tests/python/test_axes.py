@@ -242,15 +242,41 @@ def test_a_sample_that_does_not_fit_trains(name, samples, share):
     assert plan.measured_peak_bytes - plan.base_bytes <= limit
     assert plan.retries == 0
     assert 0.995 <= plan.predicted_peak_bytes / plan.measured_peak_bytes <= 1.02
+    assert_same(got, expected)
+    clear(model)
+    with only(limit):
+        koila_step(model, loss, batch)  # the plan is found again
+    assert koila.last_plan().axis == plan.axis
+
+
+def assert_same(got, expected):
     for k, e in expected.items():
         if k.startswith("value:buffer"):
             continue  # the steps before this one have moved running statistics too
         scale = max(1e-3, float(e.abs().max()))
         assert float((e - got[k]).abs().max()) <= 1e-12 * scale, k
+
+
+@counted
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize(("source", "target"), [(193, 101), (67, 131)])
+def test_source_and_target_are_cut_each_along_its_own_tokens(source, target, samples):
+    make, _, loss = MODELS["t5"]
+    torch.manual_seed(5)
+    model = make()
+    batch = [torch.randint(3, 61, (samples, n)) for n in (source, target)]
+    loss(model, *batch).backward()
+    expected = model_state(model)
     clear(model)
-    with only(limit):
-        koila_step(model, loss, batch)  # the plan is found again
-    assert koila.last_plan().axis == plan.axis
+    room, gradients = needs(model, batch, loss)
+    for share in (0.4, 0.3):
+        with only(int(gradients + share * room)):
+            koila_step(model, loss, batch)
+        plan = koila.last_plan()
+        assert plan.axis.size == max(source, target) and plan.axis.size % plan.axis.slice_size
+        assert {loop.axis for loop in plan.loops} == {0, 1}
+        assert_same(model_state(model), expected)
+        clear(model)
 
 
 def mlp(width=32):
