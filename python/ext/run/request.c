@@ -371,14 +371,16 @@ static void raise_with_largest(const request *q, bool ranks_wait)
     koila__raise_out_of_memory(text, 0);
 }
 
-/* A plan that drops results, or cuts rows, ran out of memory: more are dropped, or cut finer. */
+/* A plan that drops results, or cuts rows, ran out of memory: more are dropped, or cut finer. Where
+ * the run has shown what operators use inside, a plan that counts with it comes first. */
 static next retry_with_less(request *q)
 {
     PyErr_Clear();
     q->step.retries++;
     q->recomputes = true;
     q->offloads &= koila__may_offload(q->room.gpu);
-    q->less += q->c->info.peak_bytes / 8;
+    if (q->c->generation == koila__learned_generation())
+        q->less += q->c->info.peak_bytes / 8;
     return RETRY;
 }
 
