@@ -382,15 +382,23 @@ def _rows_of(
     return _rows_made(mode, align, sizes[axis], made[axis], scales[axis], wide, x.device)
 
 
-def _others(sizes: list[int], made: list[int], axis: int) -> bool:
-    """Is another dimension resampled too?"""
-    return any(a != b for d, (a, b) in enumerate(zip(sizes, made)) if d != axis)
-
-
-def _options(mode: int, align: bool, axis: int, scales: tuple[float | None, ...]) -> list[Any]:
-    """The last arguments of an operator that resamples the other dimensions."""
+def _of_others(
+    mode: int,
+    align: bool,
+    sizes: list[int],
+    made: list[int],
+    axis: int,
+    scales: tuple[float | None, ...],
+    suffix: str = "",
+) -> Any:
+    """The operator that resamples the other dimensions, without its last arguments; None: they stay
+    as they are."""
+    if all(a == b for d, (a, b) in enumerate(zip(sizes, made)) if d != axis):
+        return None
     kept = [None if d == axis else s for d, s in enumerate(scales)]
-    return [align, *kept] if mode == _LINEAR else kept
+    options = [align, *kept] if mode == _LINEAR else kept
+    operator = _operator(mode, len(sizes), suffix)
+    return lambda *first: operator(*first, *options)
 
 
 def _with(numbers: list[int], axis: int, n: int) -> list[int]:
@@ -422,9 +430,9 @@ def resample_rows(
         share = _beside(rows.share[some], y, dim)
         second = x.index_select(dim, rows.high[some] - begin)
         y = (wide * (1 - share)).addcmul_(second.to(wide.dtype), share)
-    if _others(sizes, made, axis):
-        options = _options(mode, align, axis, scales)
-        y = _operator(mode, len(sizes))(y, _with(made, axis, n), *options)
+    others = _of_others(mode, align, sizes, made, axis, scales)
+    if others:
+        y = others(y, _with(made, axis, n))
     return _alike(y.to(x.dtype), x)
 
 
@@ -447,11 +455,10 @@ def resample_rows_backward(
     outer = list(grad.shape[:_BATCH_AND_CHANNELS])
     gx = torch.zeros([*outer, *_with(sizes, axis, n)], dtype=wide, device=grad.device)
     g = grad.narrow(dim, low - begin, high - low).to(wide)
-    if _others(sizes, made, axis) and low < high:
-        options = _options(mode, align, axis, scales)
-        before = [*outer, *_with(sizes, axis, high - low)]
-        after = _with(made, axis, high - low)
-        g = _operator(mode, len(sizes), "_backward")(g, after, before, *options)
+    others = _of_others(mode, align, sizes, made, axis, scales, "_backward")
+    if others and low < high:
+        n_rows = high - low
+        g = others(g, _with(made, axis, n_rows), [*outer, *_with(sizes, axis, n_rows)])
     for index, numbers, is_second in ((rows.low, rows.lows, False), (rows.high, rows.highs, True)):
         begin_of = bisect.bisect_left(numbers, first)
         end_of = bisect.bisect_left(numbers, first + n)
