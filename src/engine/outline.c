@@ -63,6 +63,7 @@ struct koila__outline {
     koila_node at;
     uint32_t n_nodes;
     koila_value *root;    /* [value] */
+    bool *is_part;        /* [value] of a write to a part of a storage, or to what that left */
     uint32_t *store_of;   /* [value] as root: index + 1; 0: not made in the forward pass */
     koila_node *last_use; /* [value] as root: the last node up to `at` that uses it */
     VEC(store) stores;
@@ -164,9 +165,15 @@ static void find_roots(koila__outline *o)
 {
     for (koila_value v = 0; v < o->g->values.n; v++)
         o->root[v] = v;
-    for (koila_node n = 0; n < o->n_nodes; n++)
-        for (uint32_t j = 0; is_view(o, n) && j < sig_of(o, n)->n_outputs; j++)
+    for (koila_node n = 0; n < o->n_nodes; n++) {
+        const koila_sig_info *s = sig_of(o, n);
+        for (uint32_t j = 0; is_view(o, n) && j < s->n_outputs; j++)
             o->root[output_of(o, n, j)] = o->root[input_of(o, n, 0)];
+        for (uint32_t w = 0; w < s->n_writes; w++) {
+            const koila_value base = input_of(o, n, s->writes[w].input);
+            o->is_part[output_of(o, n, s->n_fresh + w)] = o->root[base] != base || o->is_part[base];
+        }
+    }
 }
 
 /* Is its result its input, in a slice of all rows? */
@@ -187,11 +194,8 @@ static uint64_t bytes_of(const koila__outline *o, koila_node n, uint32_t j)
     const koila_value v = output_of(o, n, j);
     if (is_alias(o, n) || o->g->values.at[v].meta == KOILA_NONE)
         return 0;
-    if (j >= s->n_fresh) {
-        const koila_value base = input_of(o, n, s->writes[j - s->n_fresh].input);
-        if (o->root[base] != base || s->n_writes != 1)
-            return 0;
-    }
+    if (o->is_part[v] || (j >= s->n_fresh && s->n_writes != 1))
+        return 0;
     return o->is_whole ? koila__value_meta(o->g, v)->n_storage_bytes
                        : koila__live_bytes(o->p, v, o->options.rows[o->p->node[n].axis]);
 }
@@ -879,6 +883,7 @@ static koila_status make_arrays(koila__outline *o)
 #define MAKE(field, n)                                                                             \
     TRY_ALLOC(o->field = koila__arena_array(&o->arena, (size_t)(n), sizeof *o->field))
     MAKE(root, V);
+    MAKE(is_part, V);
     MAKE(store_of, V);
     MAKE(last_use, V);
     MAKE(is_needed, N);

@@ -712,6 +712,43 @@ TEST(plan__the_bound_of_one_row_is_one_of_all_slices)
     printf("  %u ways bounded, %u exactly\n", n_with, n_exact);
 }
 
+/* The gates of a cell: halves of one storage, each written twice in place. They are no bytes beside
+ * it, though their strides span nearly all of it. */
+TEST(plan__writes_to_parts_of_a_storage_are_no_bytes_of_their_own)
+{
+    static const char step[] = "koila graph 2\n"
+                               "axis 3\n"
+                               "op aten::relu_ inplace\n"
+                               "%0 = batch axis 0 dim 0 f64[3, 8]\n"
+                               "%1 = aten::neg(%0) -> f64[3, 8]\n"
+                               "%2 = aten::neg(%0) -> f64[3, 8]\n"
+                               "%3 %4 = aten::unsafe_split.Tensor(%2, 4, 1) -> "
+                               "(f64[3, 4]{8, 1}, f64[3, 4]{8, 1})\n"
+                               "%5 = aten::relu_(%3) -> {} writes 0\n"
+                               "%6 = aten::relu_(%5) -> {} writes 0\n"
+                               "%7 = aten::relu_(%4) -> {} writes 0\n"
+                               "%8 = aten::relu_(%7) -> {} writes 0\n"
+                               "%9 = aten::mul.Tensor(%6, %8) -> f64[3, 4]\n"
+                               "%10 = aten::neg(%9) -> f64[3, 4]\n"
+                               "%11 = aten::mul.Tensor(%1, %1) -> f64[3, 8]\n"
+                               "%12 = aten::mul.Tensor(%10, %6) -> f64[3, 4]\n"
+                               "%13 = aten::mul.Tensor(%12, %8) -> f64[3, 4]\n"
+                               "end 14 12\n";
+    koila_table *t = NULL;
+    random_graph r = { .targets = { 11, 13 }, .n_targets = 2 };
+    koila_error err = KOILA_ERROR_INIT;
+    CHECK(koila_table_new(NULL, &t) == KOILA_OK);
+    CHECK(koila_graph_parse(t, step, sizeof step - 1, &r.g, &err) == KOILA_OK);
+    CHECK_STR(err.text, "");
+    for (koila_node at = 0; at < 8; at++) {
+        bounded x = bound_of(&r, true, (koila__recompute){ .at = at, .n_segments = 2 }, 3, 3, NULL);
+        CHECK(!x.any || x.bound <= x.peak);
+        CHECK(x.any || at != 7);
+    }
+    koila_graph_free(r.g);
+    koila_table_free(t);
+}
+
 /* The same with host memory, in which nothing is counted: the interpreter's peak, which is checked,
  * has each value only from when it is made to its last use, and from the fetch on. */
 TEST(plan__results_that_wait_in_host_memory_are_the_same)
