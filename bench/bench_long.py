@@ -6,7 +6,7 @@ GPT-2, 8 layers of 128, vocabulary 8,000, one sample of 1,024 tokens, float32, o
 torch.utils.checkpoint around each block. Processor time, the least of all turns, which all ways
 take in one process; peaks are the bytes of torch's allocator above model and data, gradients
 included. `--longest` instead seeks the longest sequence that trains in what plain PyTorch needs for
-512 tokens, in steps of half of that.
+512 tokens, doubled as long as it trains, up to 16 times, then halved between.
 """
 
 import argparse
@@ -24,6 +24,12 @@ from koila import _core, lazy
 TOKENS = 1024
 SLICES = (512, 256, 128, 64)
 SHARES = (0.4, 0.3, 0.25, 0.2)
+SHORT = 512  # tokens of plain's longest sequence
+LONGEST = 16  # times that: where the search ends
+
+
+def as_is(*values):
+    return values
 
 
 def gpt2(n_layer, width, vocabulary, n_positions):
@@ -47,7 +53,7 @@ def next_token(model, ids, labels):
     return F.cross_entropy(model(ids).logits.flatten(0, 1), labels.flatten())
 
 
-def once(model, ids, labels, wrap=lambda *v: v, budget=None):
+def once(model, ids, labels, wrap=as_is, budget=None):
     """Seconds, and peak bytes above model and data. `budget`: bytes above them."""
     model.zero_grad(set_to_none=True)
     base = _core.cpu_bytes_current()
@@ -98,6 +104,7 @@ def compare(repeat):
     for way in ways:
         print(
             f"{way.name:28} {way.peak / MIB:6.1f} MiB  {way.peak / peak:.2f} of plain's, "
+            f"{(way.peak - gradients) / (peak - gradients):.2f} of its activations, "
             f"{way.seconds / plain.seconds:.2f} x its time, apart {way.apart:.0e}",
             end="",
         )
@@ -112,32 +119,51 @@ def compare(repeat):
         print()
 
 
-def fits(model, n_tokens, budget, wrap):
+def seconds_in(budget, model, n_tokens, wrap):
+    """Processor seconds of a step of so many tokens; None: it runs out of memory."""
     ids, labels = torch.randint(8000, (2, 1, n_tokens)).unbind()
     try:
-        once(model, ids, labels, wrap, budget)
-    except (MemoryError, RuntimeError):
-        return False
-    return True
+        return once(model, ids, labels, wrap, budget)[0]
+    except koila.OutOfMemory:
+        pass
+    except RuntimeError as e:
+        if "memory" not in str(e):
+            raise
+    return None
+
+
+def longest_of(seconds_at):
+    """The longest sequence that trains: doubled, then halved between."""
+    best, too_long, n_tokens = SHORT, None, 2 * SHORT
+    while n_tokens <= LONGEST * SHORT and n_tokens - best >= SHORT // 4:
+        seconds = seconds_at(n_tokens)
+        print(f"  {n_tokens} tokens: {'too long' if seconds is None else f'{seconds:.1f} s'}")
+        if seconds is None:
+            too_long = n_tokens
+        else:
+            best = n_tokens
+        n_tokens = (best + too_long) // 2 if too_long else 2 * best
+    return best
 
 
 def longest():
     """How many times plain's longest sequence trains in the same memory."""
     torch.manual_seed(0)
-    n = 512
-    model = gpt2(8, 128, 8000, 16 * n)
-    budget = 0
-    for _ in range(2):
-        budget = once(model, *torch.randint(8000, (2, 1, n)).unbind())[1]
-    print(f"plain: {n} tokens in {budget / MIB:.1f} MiB", flush=True)
-    for name, wrap in (("blocks checkpointed by hand", lambda *v: v), ("koila", lazy)):
-        if name != "koila":
+    model = gpt2(8, 128, 8000, LONGEST * SHORT)
+    ids, labels = torch.randint(8000, (2, 1, SHORT)).unbind()
+    once(model, ids, labels)
+    budget = once(model, ids, labels)[1]
+    print(f"plain: {SHORT} tokens in {budget / MIB:.1f} MiB")
+    for name, wrap in (("blocks checkpointed by hand", as_is), ("koila", lazy)):
+        if wrap is as_is:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        halves = 2
-        while fits(model, n * (halves + 1) // 2, budget, wrap):
-            halves += 1
+        best = longest_of(lambda n, wrap=wrap: seconds_in(budget, model, n, wrap))
         model.gradient_checkpointing_disable()
-        print(f"{name}: {n * halves // 2} tokens, {halves / 2} x", flush=True)
+        print(f"{name}: {best} tokens, {best / SHORT:.2f} x")
+    for n_tokens in sorted({min(8 * SHORT, best), best}):
+        cut = seconds_in(budget, model, n_tokens, lazy)  # warm
+        plain = seconds_in(None, model, n_tokens, as_is)
+        print(f"  {n_tokens} tokens: {koila.last_plan().axis}, {cut / plain:.2f} x plain's time")
 
 
 def main():
