@@ -26,6 +26,7 @@
 
 #include "engine/cost.h"
 #include "engine/live.h"
+#include "engine/slice_call.h"
 #include "graph/table.h"
 
 #include <stddef.h>
@@ -62,7 +63,7 @@ typedef struct builder {
     /* of the step that is built: values of its graph, or KOILA_NONE */
     koila_value *local, *whole, *sliced; /* [values of g] */
     koila_placement *cut;                /* [values of g] how `sliced` was cut */
-    VEC(koila_arg) tokens;
+    koila__teller teller;                /* of one row, wherever it lies */
     inner_step *s;
 } builder;
 
@@ -76,42 +77,12 @@ typedef struct builder {
 
 /* ---- the graph of a row */
 
-static bool has_no_whole(koila_placement x)
-{
-    return x.kind == KOILA_S && x.outer == 0 && x.inner == 0;
-}
-
-/* The meta of one row of a value. Strides beyond the cut dimension shrink with it. */
-static koila_status meta_of_row(const builder *b, koila_meta meta, koila_placement x,
-                                koila_meta *out)
-{
-    int64_t size[KOILA_MAX_DIMS], stride[KOILA_MAX_DIMS];
-    *out = meta;
-    if (meta == KOILA_NONE || x.kind != KOILA_S)
-        return KOILA_OK;
-    if (has_no_whole(x))
-        return KOILA_UNSUPPORTED;
-    const koila_meta_info m = *koila__meta(b->t, meta);
-    const int64_t full = m.stride[x.dim] * m.size[x.dim];
-    for (uint32_t d = 0; d < m.n_dims; d++)
-        size[d] = d == x.dim ? koila__extent(x, 1) : m.size[d];
-    if (koila_meta_is_dense(&m)) {
-        koila_dense_strides(&m, size, stride);
-    } else {
-        for (uint32_t d = 0; d < m.n_dims; d++) {
-            const bool is_beyond = d != x.dim && full > 0 && m.stride[d] >= full;
-            stride[d] = is_beyond ? m.stride[d] / m.size[x.dim] * size[x.dim] : m.stride[d];
-        }
-    }
-    return koila_table_meta(b->t, m.dtype, m.device, m.n_dims, size, stride, out);
-}
-
 static koila_status add_leaf(builder *b, koila_value v, koila_placement x, bool is_local,
                              bool is_read, koila_value *out)
 {
     koila_meta meta;
     const bool is_batched = is_local && x.kind == KOILA_S;
-    KOILA_TRY(meta_of_row(b, b->g->values.at[v].meta, x, &meta));
+    KOILA_TRY(koila__tell_meta(&b->teller, b->g->values.at[v].meta, x, &meta));
     KOILA_TRY(koila_graph_leaf(b->s->graph, meta, is_batched ? KOILA_LEAF_BATCH : KOILA_LEAF_REAL,
                                0, is_batched ? x.dim : 0, NULL, out));
     if (is_read)
@@ -147,195 +118,37 @@ static koila_status find_input(builder *b, koila_node n, uint32_t i, koila_value
     return KOILA_OK;
 }
 
-/* Do the arguments depend on where the row lies? */
-static bool depends_on_place(const koila__fix *fix)
+static koila_status append(builder *b, koila_sig call, const koila_value *inputs, koila_node n,
+                           koila_value *first)
 {
-    for (uint32_t k = 0; k < KOILA__MAX_FIXES && fix[k].kind != KOILA__FIX_NONE; k++)
-        if (fix[k].kind == KOILA__FIX_INDEX || fix[k].kind == KOILA__FIX_END ||
-            fix[k].kind == KOILA__FIX_FIRST)
-            return true;
-    return false;
-}
-
-/* Sets an argument of the call in b->tokens. */
-static koila_status adapt_argument(builder *b, const koila_sig_info *s, const koila_adapt *a)
-{
-    koila_arg *at = &b->tokens.at[s->start[a->arg]];
-    if (a->kind == KOILA_ADAPT_INT) {
-        *at = (koila_arg){ .kind = KOILA_ARG_INT, .u.i = a->ints[0] };
-        return KOILA_OK;
-    }
-    if (at->kind != KOILA_ARG_LIST || at->n != a->n || a->n > KOILA_MAX_DIMS)
-        return KOILA_UNSUPPORTED;
-    for (uint32_t i = 0; i < a->n; i++)
-        at[1 + i] = (koila_arg){ .kind = KOILA_ARG_INT, .u.i = a->ints[i] };
+    KOILA_TRY(koila_graph_node(b->s->graph, call, inputs, KOILA_NONE, first));
+    PUSH(b, &b->s->nodes, n);
     return KOILA_OK;
-}
-
-/* The call s with the metas of its inputs in the inner graph, and adapted arguments; b->tokens
- * holds it. */
-static koila_status adapt_tokens(builder *b, const koila_sig_info *s, const koila_meta *inputs,
-                                 const koila_adapt *adapts, uint32_t n_adapts)
-{
-    uint32_t n_inputs = 0;
-    b->tokens.n = 0;
-    for (uint32_t i = 0; i < s->n_tokens; i++) {
-        koila_arg a = s->tokens[i];
-        if (a.kind == KOILA_ARG_TENSOR)
-            a.u.id = inputs[n_inputs++];
-        PUSH(b, &b->tokens, a);
-    }
-    for (uint32_t i = 0; i < n_adapts; i++)
-        if (adapts[i].kind == KOILA_ADAPT_INTS || adapts[i].kind == KOILA_ADAPT_INT)
-            KOILA_TRY(adapt_argument(b, s, &adapts[i]));
-    return KOILA_OK;
-}
-
-/* Link `link` of node n's writes, from a value of meta *meta, which becomes its result's. */
-static koila_status adapt_link(builder *b, koila_node n, uint32_t link, const koila_link *from,
-                               koila_meta *meta, koila_link *out)
-{
-    const koila__placed_link *placed = &b->placed->node[n].link[link];
-    const koila_sig_info s = *koila__sig(b->t, from->sig);
-    koila_adapt adapts[KOILA_MAX_ADAPTS];
-    koila_meta result;
-    if (depends_on_place(placed->fix) || s.n_outputs != 1 || s.n_inputs != 1)
-        return KOILA_UNSUPPORTED;
-    const uint32_t n_adapts = koila_plan_adapt(b->p, n, (int32_t)link, 1, adapts);
-    for (uint32_t i = 0; i < n_adapts; i++)
-        if (adapts[i].kind != KOILA_ADAPT_INTS && adapts[i].kind != KOILA_ADAPT_INT)
-            return KOILA_UNSUPPORTED;
-    KOILA_TRY(meta_of_row(b, s.outputs[0], placed->out, &result));
-    KOILA_TRY(adapt_tokens(b, &s, meta, adapts, n_adapts));
-    koila_sig_info call = s;
-    call.tokens = b->tokens.at;
-    call.outputs = &result;
-    *out = (koila_link){ .output = from->output };
-    *meta = result;
-    return koila_table_sig(b->t, &call, &out->sig);
-}
-
-/* The writes of node n, adapted; in the arena. */
-static koila_status adapt_writes(builder *b, koila_node n, const koila_meta *inputs,
-                                 const koila_write **out)
-{
-    const koila_sig_info *s = koila__node_sig(b->g, n);
-    koila_write *writes = koila__arena_array(&b->tmp, s->n_writes, sizeof *writes);
-    uint32_t link = 0;
-    *out = writes;
-    if (!writes)
-        return KOILA_NO_MEMORY;
-    for (uint32_t w = 0; w < s->n_writes; w++) {
-        const koila_write from = koila__node_sig(b->g, n)->writes[w];
-        koila_link *links = koila__arena_array(&b->tmp, from.n_links, sizeof *links);
-        koila_meta meta = inputs[from.input];
-        if (!links)
-            return KOILA_NO_MEMORY;
-        if (from.n_links && !b->placed->node[n].link)
-            return KOILA_UNSUPPORTED;
-        for (uint32_t l = 0; l < from.n_links; l++)
-            KOILA_TRY(adapt_link(b, n, link++, &from.links[l], &meta, &links[l]));
-        writes[w] = from;
-        writes[w].links = links;
-    }
-    return KOILA_OK;
-}
-
-static koila_status append(builder *b, const koila_sig_info *call, const koila_value *inputs,
-                           koila_node stands_for, koila_value *first)
-{
-    koila_sig sig;
-    KOILA_TRY(koila_table_sig(b->t, call, &sig));
-    KOILA_TRY(koila_graph_node(b->s->graph, sig, inputs, KOILA_NONE, first));
-    PUSH(b, &b->s->nodes, stands_for);
-    return KOILA_OK;
-}
-
-/* A squeeze names the dimensions that had size 1 before the batch was cut. */
-static koila_status append_squeeze(builder *b, koila_node n, const koila_adapt *a, koila_value in,
-                                   koila_meta meta, koila_meta out, koila_value *first)
-{
-    const koila_sig_info *s = koila__node_sig(b->g, n);
-    koila_sig_info call = { .n_pos = 2,
-                            .n_tokens = 2 + a->n,
-                            .n_fresh = 1,
-                            .outputs = &out,
-                            .result_kind = s->result_kind,
-                            .grad_mode = s->grad_mode };
-    if (s->n_writes || s->n_inputs != 1)
-        return KOILA_UNSUPPORTED;
-    KOILA_TRY(koila_table_op(b->t, "aten::squeeze.dims", KOILA_OP_VIEW, &call.op));
-    b->tokens.n = 0;
-    PUSH(b, &b->tokens, ((koila_arg){ .kind = KOILA_ARG_TENSOR, .u.id = meta }));
-    PUSH(b, &b->tokens, ((koila_arg){ .kind = KOILA_ARG_LIST, .n = a->n }));
-    for (uint32_t i = 0; i < a->n; i++)
-        PUSH(b, &b->tokens, ((koila_arg){ .kind = KOILA_ARG_INT, .u.i = a->ints[i] }));
-    call.tokens = b->tokens.at;
-    return append(b, &call, &in, n, first);
-}
-
-/* *v := its share of a mean over the batch. */
-static koila_status append_share(builder *b, koila_node n, koila_value *v)
-{
-    koila_meta meta = b->s->graph->values.at[*v].meta;
-    const koila_arg tokens[] = { { .kind = KOILA_ARG_TENSOR, .u.id = meta },
-                                 { .kind = KOILA_ARG_FLOAT,
-                                   .u.f = 1.0 / (double)b->g->axes.at[b->placed->node[n].axis] } };
-    koila_sig_info call = { .n_pos = 2,
-                            .n_tokens = 2,
-                            .tokens = tokens,
-                            .n_fresh = 1,
-                            .outputs = &meta,
-                            .grad_mode = koila__node_sig(b->g, n)->grad_mode };
-    KOILA_TRY(koila_table_op(b->t, "aten::mul.Tensor", 0, &call.op));
-    const koila_value in = *v;
-    return append(b, &call, &in, n, v);
-}
-
-/* Can the call of node n be told of one row? */
-static bool can_be_told(const builder *b, koila_node n)
-{
-    const koila_sig_info *s = koila__node_sig(b->g, n);
-    const uint32_t of_module = KOILA_FACT_OPAQUE_CALL | KOILA_FACT_OPAQUE_BACKWARD;
-    return !(koila_op_flags(b->t, s->op) & KOILA_OP_OPAQUE) &&
-           !(koila_op_facts(b->t, s->op) & of_module) && !b->placed->node[n].end &&
-           !depends_on_place(b->placed->node[n].fix);
 }
 
 /* The call of node n on one row. */
 static koila_status append_call(builder *b, koila_node n, const koila_value *in,
                                 const koila_meta *metas)
 {
-    koila_adapt adapts[KOILA_MAX_ADAPTS];
-    koila_sig_info call = *koila__node_sig(b->g, n);
     const koila_value first_output = b->g->nodes.at[n].first_output;
-    const uint32_t n_adapts = koila_plan_adapt(b->p, n, -1, 1, adapts);
-    koila_meta *outputs = koila__arena_array(&b->tmp, call.n_outputs, sizeof *outputs);
+    koila__slice_call call;
     koila_value first;
-    if (!outputs)
-        return KOILA_NO_MEMORY;
-    for (uint32_t o = 0; o < call.n_outputs; o++)
-        KOILA_TRY(meta_of_row(b, call.outputs[o], b->placed->value[first_output + o], &outputs[o]));
-    for (uint32_t i = 0; i < n_adapts; i++) {
-        if (adapts[i].kind == KOILA_ADAPT_ALIAS) {
-            b->local[first_output] = in[0];
-            return KOILA_OK;
-        }
-        if (adapts[i].kind == KOILA_ADAPT_SQUEEZE)
-            return append_squeeze(b, n, &adapts[i], in[0], metas[0], outputs[0],
-                                  &b->local[first_output]);
+    KOILA_TRY(koila__tell_call(&b->teller, n, metas, &call));
+    if (call.is_alias) {
+        b->local[first_output] = in[0];
+        return KOILA_OK;
     }
-    if (call.n_writes)
-        KOILA_TRY(adapt_writes(b, n, metas, &call.writes));
-    KOILA_TRY(adapt_tokens(b, &call, metas, adapts, n_adapts));
-    call.tokens = b->tokens.at;
-    call.outputs = outputs;
-    KOILA_TRY(append(b, &call, in, n, &first));
-    for (uint32_t o = 0; o < call.n_outputs; o++)
-        b->local[first_output + o] = outputs[o] == KOILA_NONE ? KOILA_NONE : first + o;
-    for (uint32_t i = 0; i < n_adapts; i++)
-        if (adapts[i].kind == KOILA_ADAPT_SCALE)
-            KOILA_TRY(append_share(b, n, &b->local[first_output + adapts[i].output]));
+    KOILA_TRY(append(b, call.sig, in, n, &first));
+    const koila_sig_info *s = koila__sig(b->t, call.sig);
+    for (uint32_t o = 0; o < s->n_outputs; o++)
+        b->local[first_output + o] = s->outputs[o] == KOILA_NONE ? KOILA_NONE : first + o;
+    for (uint32_t i = 0; i < call.n_shares; i++) {
+        koila_value *mean = &b->local[first_output + call.shares[i]];
+        const koila_value in_mean = *mean;
+        koila_sig share;
+        KOILA_TRY(koila__tell_share(&b->teller, n, b->s->graph->values.at[*mean].meta, &share));
+        KOILA_TRY(append(b, share, &in_mean, n, mean));
+    }
     return KOILA_OK;
 }
 
@@ -366,7 +179,7 @@ static koila_status tell_run(builder *b, koila_instr run)
 {
     const koila_node n = run.id;
     const koila_sig_info *s = koila__node_sig(b->g, n);
-    if (!can_be_told(b, n))
+    if (!koila__can_tell(&b->teller, n))
         return KOILA_UNSUPPORTED;
     b->s->work += koila__cost_of(b->t, s).work;
     if (koila_op_flags(b->t, s->op) & KOILA_OP_RANDOM)
@@ -815,11 +628,14 @@ koila_status koila__both_cut(koila_plan *p, const koila_plan_options *o, koila__
     if (p->placed->cut || p->placed->absent)
         return KOILA_UNSUPPORTED;
     koila__arena_init(&b.tmp, &b.mem);
+    b.teller = (koila__teller){
+        .plan = p, .table = b.t, .mem = b.mem, .tmp = &b.tmp, .begin = KOILA__ANYWHERE, .rows = 1
+    };
     const koila_status status = cut(&b, o, least);
     for (uint32_t i = 0; i < b.steps.n; i++)
         step_free(&b, &b.steps.at[i]);
     koila__vec_free(&b.mem, &b.steps);
-    koila__vec_free(&b.mem, &b.tokens);
+    koila__vec_free(&b.mem, &b.teller.tokens);
     koila__arena_deinit(&b.tmp);
     return status;
 }
