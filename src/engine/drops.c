@@ -7,6 +7,7 @@
 #include "engine/plan_costs.h"
 #include "engine/recompute.h"
 #include "engine/search.h"
+#include "engine/unroll.h"
 #include "graph/table.h"
 
 /* Finds the recorded node at which the step as it was recorded holds the most; KOILA_NONE: nothing
@@ -280,6 +281,21 @@ static koila_status climb(const koila__planning *q, const koila__way *base, rung
     return KOILA_OK;
 }
 
+/* Results of `base`, which is scheduled, are dropped. */
+static koila_status drop_of(const koila__planning *q, const koila__way *base, koila__way *best)
+{
+    const koila_node at = koila__way_peak_node(q, base);
+    rungs r = { .n = 0 };
+    if (at == KOILA_NONE)
+        return KOILA_OK;
+    koila_status status = make_rungs(q, base, at, &r);
+    if (status == KOILA_OK)
+        status = climb(q, base, &r, best);
+    koila__outline_free(r.usual);
+    koila__outline_free(r.host);
+    return status;
+}
+
 /* The step placed by `how`, in n_slices slices of one loop or whole, with results dropped. */
 koila_status koila__drop_in_slices(const koila__planning *q, koila__place_fn how, int64_t n_slices,
                                    koila__way *best)
@@ -296,15 +312,27 @@ koila_status koila__drop_in_slices(const koila__planning *q, koila__place_fn how
         koila__placed_free(base.placed);
         return status;
     }
-    const koila_node at = koila__way_peak_node(q, &base);
-    if (base.schedule.n_loops <= MOST_LOOPS_RECOMPUTED && at != KOILA_NONE) {
-        rungs r = { .n = 0 };
-        status = make_rungs(q, &base, at, &r);
-        if (status == KOILA_OK)
-            status = climb(q, &base, &r, best);
-        koila__outline_free(r.usual);
-        koila__outline_free(r.host);
+    if (base.schedule.n_loops <= MOST_LOOPS_RECOMPUTED)
+        status = drop_of(q, &base, best);
+    koila__way_free(&base);
+    return status;
+}
+
+/* The step placed along another axis, in n_slices slices without a loop, with results dropped. */
+koila_status koila__drop_unrolled(const koila__planning *q, const koila__placed *along,
+                                  const koila_value *targets, uint32_t n_slices, koila__way *best)
+{
+    koila__way base = { 0 };
+    KOILA_TRY(koila__way_room(q, &base));
+    KOILA_TRY(koila__unroll_new(q->graph, along, targets, q->n_targets, n_slices, q->mem,
+                                &base.placed, base.targets));
+    koila__rows_for(q->graph, 1, base.rows);
+    koila_status status = koila__way_keep_all(q, &base);
+    if (status != KOILA_OK) {
+        koila__placed_free(base.placed);
+        return status;
     }
+    status = drop_of(q, &base, best);
     koila__way_free(&base);
     return status;
 }

@@ -15,5 +15,8 @@ koila_status koila__drop_along(koila__planning *q, koila_node turn, koila__way *
  * becomes that way where it is better. */
 koila_status koila__drop_in_slices(const koila__planning *q, koila__place_fn how, int64_t n_slices,
                                    koila__way *best);
+/* The same of the step placed along another axis, whose slices are calls of their own. */
+koila_status koila__drop_unrolled(const koila__planning *q, const koila__placed *along,
+                                  const koila_value *targets, uint32_t n_slices, koila__way *best);
 
 #endif

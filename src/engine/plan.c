@@ -23,6 +23,7 @@
 #include "engine/live.h"
 #include "engine/plan_costs.h"
 #include "engine/search.h"
+#include "engine/unroll.h"
 #include "graph/table.h"
 
 /* Plans the step as recorded, in one slice. *fits: within the budget, and accepted. */
@@ -423,6 +424,42 @@ static bool is_costly_axis(const koila__planning *q)
     return (q->dim != KOILA_NONE || info->n_inner) && info->replay_ratio > KOILA_COST_FORWARD_AGAIN;
 }
 
+/* Along one other axis, in slices without loops: *best becomes that way where it is better. */
+static koila_status unroll_along(koila__planning *q, const koila__axis *axis, koila__way *best)
+{
+    static const uint32_t n_slices[] = { 8, 16, 32, 64 };
+    koila__along view;
+    koila__planning along = *q;
+    koila__placed *placed = NULL;
+    koila__axis only = *axis;
+    only.n_others = 0; /* what has another length is whole: slices of two axes would not meet */
+    koila_value *targets = koila__arena_array(&q->plan->arena, q->n_targets, sizeof *targets);
+    if (!targets)
+        return KOILA_NO_MEMORY;
+    KOILA_TRY(koila__along_init(q->graph, &only, &q->plan->mem, &view));
+    along.graph = &view.graph;
+    along.seeds = view.seeds;
+    koila_status status = koila__way_place(&along, koila__place_cut, targets, &placed);
+    const bool helps = status == KOILA_OK && koila__unroll_helps(placed);
+    for (size_t i = 0; status == KOILA_OK && i < KOILA_COUNT(n_slices) && helps && !best->accepted;
+         i++)
+        if (axis->rows >= 2 * n_slices[i]) /* of one row, strides have no meaning */
+            status = koila__drop_unrolled(q, placed, targets, n_slices[i], best);
+    koila__placed_free(placed);
+    koila__along_deinit(&view, &q->plan->mem);
+    return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
+}
+
+static koila_status plan_unrolled(koila__planning *q, koila__way *best)
+{
+    koila__axis axes[KOILA__MOST_AXES];
+    uint32_t n;
+    KOILA_TRY(koila__axes_find(q->graph, &q->plan->mem, axes, &n));
+    for (uint32_t i = 0; i < n && !best->accepted; i++)
+        KOILA_TRY(unroll_along(q, &axes[i], best));
+    return KOILA_OK;
+}
+
 /* Nothing fits as recorded: results of the forward pass are dropped and computed again, in the most
  * slices, or in one. The plan changes if that needs less. */
 static koila_status plan_recomputed(koila__planning *q)
@@ -434,6 +471,9 @@ static koila_status plan_recomputed(koila__planning *q)
         status = koila__drop_in_slices(q, koila__place, q->largest_axis, &best);
     if (status == KOILA_OK && !best.accepted && q->options->rows <= 0)
         status = koila__drop_in_slices(q, koila__place_whole, 1, &best);
+    if (status == KOILA_OK && !best.accepted && q->options->rows <= 0 && rows_do_not_fit(q) &&
+        q->options->axes != KOILA_AXES_ROWS && !q->is_empty)
+        status = plan_unrolled(q, &best);
     if (status != KOILA_OK || !best.placed || !is_better_recomputed(q, &best)) {
         koila__way_free(&best);
         return status == KOILA_UNSUPPORTED ? KOILA_OK : status;

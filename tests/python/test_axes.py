@@ -219,6 +219,9 @@ BOTH = ("gpt2", "llama", "mistral", "qwen2", "bert", "vit", "unet3d")
         ("unet3d", 2, 0.3),
         ("segmenter", 1, 0.5),
         ("segmenter", 1, 0.3),
+        ("mamba", 1, 0.5),
+        ("mamba", 1, 0.3),
+        ("mamba", 2, 0.5),
     ],
 )
 def test_a_sample_that_does_not_fit_trains(name, samples, share):

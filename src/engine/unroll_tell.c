@@ -1,0 +1,767 @@
+/* unroll_tell.c — the calls of a step in slices, each told as a call of its own.
+ *
+ * They are told in the recorded order, a loop's once for each slice. A value has a part in each
+ * slice, a whole form, or both; each is told when the first call asks for it. Where a whole value
+ * meets its slices, less is done than the placement says:
+ *   x[:, t] of a value in parts          reads the part that has t
+ *   a part of stack(list)                is the stack of its items
+ *   a part of the gradient of x[:, t]    is *sparse*: zero but where t is. A sum of such parts is
+ *                                        sparse too, and a sum leaves out a term that is zero, like
+ *                                        Note [Pieces] in place.h. It is made, as a stack of what
+ *                                        was added up at each t, when another call asks for it. */
+#include "engine/unroll.h"
+
+#include "engine/share.h"
+#include "engine/slice_call.h"
+#include "engine/unroll_inside.h"
+#include "placement/rules.h"
+
+/* Items from here on are parts that are not made: a number of `sparse`. */
+static const koila__item FIRST_SPARSE = (koila__item)1 << 31;
+
+/* A part of n entries along dimension `dim` that is zero but for entry `at`; or the sum of two. */
+typedef struct sparse {
+    uint32_t dim, n, at;
+    uint32_t n_terms;        /* of the sum; 1: of an entry */
+    koila__item entry;       /* KOILA_NONE: a sum, or all zero */
+    koila__item left, right; /* of a sum; else KOILA_NONE */
+} sparse;
+enum { MOST_TERMS = 1 << 16 };
+
+typedef struct unroller {
+    koila__told_step *s;
+    const koila__placed *p;
+    const koila_graph *g; /* of p */
+    koila_table *t;
+    koila_allocator mem;
+    koila__teller teller;
+    koila_plan plan;   /* for the teller */
+    koila_node now;    /* the node that is told */
+    koila__item *part; /* [values of g * slices] or KOILA_NONE */
+    /* [values of g] how `part` of a whole value was cut: all parts alike */
+    koila_placement *cut;
+    VEC(koila__item) scratch;
+    VEC(sparse) sparse;
+    koila_op op_slice, op_clone, op_empty, op_zeros, op_stack, op_sum;
+} unroller;
+
+/* The slice that has row r. */
+static uint32_t slice_of(const unroller *u, int64_t r)
+{
+    uint32_t k = (uint32_t)(r * u->s->n_slices / u->g->axes.at[0]);
+    while (k + 1 < u->s->n_slices && koila__told_begin(u->s, k + 1) <= r)
+        k++;
+    return k;
+}
+
+/* The teller tells of slice k from now on. */
+static void go_to(unroller *u, uint32_t k)
+{
+    u->teller.begin = koila__told_begin(u->s, k);
+    u->teller.rows = koila__told_begin(u->s, k + 1) - u->teller.begin;
+}
+
+static const koila_meta_info *meta_of(const unroller *u, koila__item x)
+{
+    return koila__meta(u->t, u->s->items.at[x].meta);
+}
+
+/* ---- telling */
+
+static koila_status tell(unroller *u, koila__told what, const koila__item *in, uint32_t n_in,
+                         const koila_meta *outputs, uint32_t n_out, koila__item *first)
+{
+    what.first_in = u->s->ins.n;
+    what.n_in = n_in;
+    what.first_out = u->s->items.n;
+    what.n_out = n_out;
+    what.is_first = what.kind == KOILA__TOLD_CALL && !what.is_single;
+    for (uint32_t i = 0; i < n_in; i++) {
+        const uint32_t by = u->s->items.at[in[i]].by;
+        const koila__told *maker = by == KOILA_NONE ? NULL : &u->s->told.at[by];
+        what.is_first &= !maker || maker->is_single || maker->kind != KOILA__TOLD_CALL;
+        what.is_late |=
+            what.is_single && maker && (maker->kind == KOILA__TOLD_SUM || maker->is_late);
+        const koila__item_use use = { in[i], u->s->told.n };
+        TRY_ALLOC(koila__vec_push(&u->mem, &u->s->ins, use));
+    }
+    for (uint32_t o = 0; o < n_out; o++) {
+        const koila__item_info info = { outputs[o], u->s->told.n };
+        TRY_ALLOC(koila__vec_push(&u->mem, &u->s->items, info));
+    }
+    TRY_ALLOC(koila__vec_push(&u->mem, &u->s->told, what));
+    *first = what.first_out;
+    return KOILA_OK;
+}
+
+/* A call of `sig` that stands for node n. */
+static koila_status tell_sig(unroller *u, koila_sig sig, koila_node n, bool is_single,
+                             const koila__item *in, koila__item *first)
+{
+    const koila_sig_info *s = koila__sig(u->t, sig);
+    const koila__told call = { .kind = KOILA__TOLD_CALL,
+                               .is_single = is_single,
+                               .sig = sig,
+                               .from = n == KOILA_NONE ? u->now : n }; /* a slice of a leaf */
+    return tell(u, call, in, s->n_inputs, s->outputs, s->n_outputs, first);
+}
+
+/* A call of `op` on one tensor and numbers that stands for node n; its result has meta `out`. */
+static koila_status tell_op(unroller *u, koila_op op, koila_node n, koila__item in,
+                            const koila_arg *args, uint32_t n_pos, uint32_t n_args, koila_meta out,
+                            koila__item *result)
+{
+    koila_arg tokens[2 * KOILA_MAX_DIMS + 4];
+    koila_sig sig;
+    koila_assert(n_args + 1 <= KOILA_COUNT(tokens));
+    tokens[0] = (koila_arg){ .kind = KOILA_ARG_TENSOR, .u.id = u->s->items.at[in].meta };
+    for (uint32_t i = 0; i < n_args; i++)
+        tokens[1 + i] = args[i];
+    const koila_sig_info call = { .op = op,
+                                  .n_pos = n_pos + 1,
+                                  .n_tokens = n_args + 1,
+                                  .tokens = tokens,
+                                  .n_fresh = 1,
+                                  .outputs = &out };
+    KOILA_TRY(koila_table_sig(u->t, &call, &sig));
+    return tell_sig(u, sig, n, false, &in, result);
+}
+
+/* A dense meta of m's form: that of a tensor which is made to hold m's values. */
+static koila_status dense_meta(const unroller *u, koila_meta meta, koila_meta *out)
+{
+    const koila_meta_info *m = koila__meta(u->t, meta);
+    *out = meta;
+    if (koila_meta_is_dense(m))
+        return KOILA_OK;
+    return koila_table_meta(u->t, m->dtype, m->device, m->n_dims, m->size, NULL, out);
+}
+
+/* The meta of m without dimension d: what taking one element of it leaves. */
+static koila_status meta_without(const unroller *u, const koila_meta_info *m, uint32_t d,
+                                 koila_meta *out)
+{
+    int64_t size[KOILA_MAX_DIMS], stride[KOILA_MAX_DIMS];
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < m->n_dims; i++) {
+        if (i == d)
+            continue;
+        size[n] = m->size[i];
+        stride[n++] = m->stride[i];
+    }
+    return koila_table_meta(u->t, m->dtype, m->device, n, size, stride, out);
+}
+
+/* Zeros of that meta, for node n. */
+static koila_status tell_zeros(unroller *u, koila_node n, koila_meta meta, koila__item *out)
+{
+    const koila_meta_info *m = koila__meta(u->t, meta);
+    koila_arg args[2 * KOILA_MAX_DIMS + 2];
+    koila__item like = 0;
+    while (like < u->s->items.n &&
+           (u->s->items.at[like].by != KOILA_NONE || meta_of(u, like)->dtype != m->dtype ||
+            meta_of(u, like)->device != m->device))
+        like++;
+    if (like == u->s->items.n)
+        return KOILA_UNSUPPORTED;
+    KOILA_TRY(dense_meta(u, meta, &meta));
+    const uint32_t n_args = koila__form_args(koila__meta(u->t, meta), args);
+    KOILA_TRY(tell_op(u, u->op_empty, n, like, args, 2, n_args, meta, out));
+    return tell_op(u, u->op_zeros, n, *out, NULL, 0, 0, meta, out);
+}
+
+/* ---- whole values and their parts */
+
+static koila_status whole_of(unroller *u, koila_value v, koila__item *out);
+static koila_status part_of(unroller *u, koila_value v, koila_placement cut, uint32_t k,
+                            koila__item *out);
+
+static koila__item *part_at(unroller *u, koila_value v, uint32_t k)
+{
+    return &u->part[(size_t)v * u->s->n_slices + k];
+}
+
+/* ---- parts that are sums of gradients of x[:, t] */
+
+static bool is_sparse(koila__item x) { return x >= FIRST_SPARSE && x != KOILA_NONE; }
+
+static const sparse *sparse_at(const unroller *u, koila__item x)
+{
+    return &u->sparse.at[x - FIRST_SPARSE];
+}
+
+static bool is_zero(const unroller *u, koila__item x)
+{
+    return is_sparse(x) && sparse_at(u, x)->entry == KOILA_NONE &&
+           sparse_at(u, x)->left == KOILA_NONE;
+}
+
+static koila_status tell_sparse(unroller *u, sparse part, koila__item *out)
+{
+    *out = FIRST_SPARSE + u->sparse.n;
+    return koila__vec_push(&u->mem, &u->sparse, part) ? KOILA_OK : KOILA_NO_MEMORY;
+}
+
+/* The sum of two entries, for node n. */
+static koila_status add_entries(unroller *u, koila_node n, koila__item a, koila__item b,
+                                koila__item *out)
+{
+    const koila__item in[] = { a, b };
+    const koila_meta meta = u->s->items.at[a].meta;
+    const koila_arg tokens[] = { { .kind = KOILA_ARG_TENSOR, .u.id = meta },
+                                 { .kind = KOILA_ARG_TENSOR, .u.id = u->s->items.at[b].meta } };
+    const koila_sig_info call = {
+        .op = u->op_sum, .n_pos = 2, .n_tokens = 2, .tokens = tokens, .n_fresh = 1, .outputs = &meta
+    };
+    koila_sig sig;
+    KOILA_TRY(koila_table_sig(u->t, &call, &sig));
+    return tell_sig(u, sig, n, true, in, out);
+}
+
+/* entries[] := those of part x, KOILA_NONE for zeros, for node n. */
+static koila_status find_entries(unroller *u, koila_node n, koila__item x, koila__item *entries)
+{
+    const uint32_t bottom = u->scratch.n;
+    TRY_ALLOC(koila__vec_push(&u->mem, &u->scratch, x));
+    while (u->scratch.n > bottom) {
+        const sparse part = *sparse_at(u, u->scratch.at[--u->scratch.n]);
+        if (part.left != KOILA_NONE) {
+            TRY_ALLOC(koila__vec_push(&u->mem, &u->scratch, part.right));
+            TRY_ALLOC(koila__vec_push(&u->mem, &u->scratch, part.left));
+        } else if (part.entry != KOILA_NONE && entries[part.at] == KOILA_NONE) {
+            entries[part.at] = part.entry;
+        } else if (part.entry != KOILA_NONE) {
+            KOILA_TRY(add_entries(u, n, entries[part.at], part.entry, &entries[part.at]));
+        }
+    }
+    return KOILA_OK;
+}
+
+/* The part, made, for node n: a stack of its entries; its meta is `meta`. */
+static koila_status tell_dense(unroller *u, koila_node n, koila_meta meta, koila__item x,
+                               koila__item *out)
+{
+    const sparse part = *sparse_at(u, x);
+    koila_arg *tokens = koila__arena_array(&u->s->tmp, part.n + 2, sizeof *tokens);
+    koila__item *in = koila__arena_array(&u->s->tmp, part.n, sizeof *in);
+    koila_sig sig;
+    koila_meta entry;
+    TRY_ALLOC(tokens && in);
+    if (is_zero(u, x))
+        return tell_zeros(u, n, meta, out);
+    memset(in, 0xff, part.n * sizeof *in);
+    KOILA_TRY(find_entries(u, n, x, in));
+    KOILA_TRY(meta_without(u, koila__meta(u->t, meta), part.dim, &entry));
+    tokens[0] = (koila_arg){ .kind = KOILA_ARG_LIST, .n = part.n };
+    for (uint32_t i = 0; i < part.n; i++) {
+        if (in[i] == KOILA_NONE)
+            KOILA_TRY(tell_zeros(u, n, entry, &in[i]));
+        tokens[1 + i] = (koila_arg){ .kind = KOILA_ARG_TENSOR, .u.id = u->s->items.at[in[i]].meta };
+    }
+    tokens[1 + part.n] = koila__int_arg(part.dim);
+    KOILA_TRY(dense_meta(u, meta, &meta));
+    const koila_sig_info call = { .op = u->op_stack,
+                                  .n_pos = 2,
+                                  .n_tokens = part.n + 2,
+                                  .tokens = tokens,
+                                  .n_fresh = 1,
+                                  .outputs = &meta };
+    KOILA_TRY(koila_table_sig(u->t, &call, &sig));
+    KOILA_TRY(tell_sig(u, sig, n, false, in, out));
+    u->s->told.at[u->s->items.at[*out].by].is_first = false;
+    return KOILA_OK;
+}
+
+/* Parts as inputs of a join or sum. */
+static koila_status push_parts(unroller *u, koila_value v)
+{
+    u->scratch.n = 0;
+    for (uint32_t k = 0; k < u->s->n_slices; k++) {
+        koila__item x = *part_at(u, v, k);
+        if (x == KOILA_NONE || (is_sparse(x) && u->p->value[v].kind != KOILA_S))
+            return KOILA_UNSUPPORTED;
+        if (is_sparse(x)) {
+            koila_meta meta;
+            go_to(u, k);
+            KOILA_TRY(koila__tell_meta(&u->teller, u->g->values.at[v].meta, u->p->value[v], &meta));
+            KOILA_TRY(tell_dense(u, u->g->values.at[v].node, meta, x, &x));
+        }
+        TRY_ALLOC(koila__vec_push(&u->mem, &u->scratch, x));
+    }
+    return KOILA_OK;
+}
+
+/* The whole form of v, from its parts. */
+static koila_status whole_of(unroller *u, koila_value v, koila__item *out)
+{
+    const koila_placement x = u->p->value[v];
+    koila_meta meta = u->g->values.at[v].meta;
+    *out = u->s->whole[v];
+    if (*out != KOILA_NONE)
+        return KOILA_OK;
+    const koila_dtype dtype = koila__meta(u->t, meta)->dtype;
+    const bool is_half = dtype == KOILA_DTYPE_F16 || dtype == KOILA_DTYPE_BF16;
+    const bool joins = x.kind == KOILA_S && x.outer == 1 && x.inner > 0;
+    const bool adds = x.kind == KOILA_P && x.combine == KOILA_SUM && !is_half;
+    if (!joins && !adds)
+        return KOILA_UNSUPPORTED;
+    KOILA_TRY(push_parts(u, v));
+    for (uint32_t i = 0; i < u->scratch.n; i++)
+        if (u->s->items.at[u->scratch.at[i]].by == KOILA_NONE)
+            return KOILA_UNSUPPORTED;
+    if (joins)
+        KOILA_TRY(dense_meta(u, meta, &meta));
+    else
+        meta = u->s->items.at[u->scratch.at[0]].meta;
+    const koila__told what = { .kind = joins ? KOILA__TOLD_JOIN : KOILA__TOLD_SUM,
+                               .from = u->g->values.at[v].node,
+                               .stands_for = v };
+    KOILA_TRY(tell(u, what, u->scratch.at, u->scratch.n, &meta, 1, out));
+    u->s->whole[v] = *out;
+    return KOILA_OK;
+}
+
+/* Rows k of whole v, dense where the whole value is. */
+static koila_status slice_whole(unroller *u, koila_value v, koila_placement cut, uint32_t k,
+                                koila__item *out)
+{
+    const koila_node n = u->g->values.at[v].node;
+    koila__item whole;
+    koila_meta meta;
+    KOILA_TRY(whole_of(u, v, &whole));
+    go_to(u, k);
+    const koila_meta_info *m = meta_of(u, whole);
+    const int64_t begin = u->teller.begin * cut.inner;
+    const int64_t end = begin + u->teller.rows * cut.inner;
+    const koila_arg args[] = { koila__int_arg(cut.dim), koila__int_arg(begin), koila__int_arg(end),
+                               koila__int_arg(1) };
+    int64_t size[KOILA_MAX_DIMS];
+    for (uint32_t d = 0; d < m->n_dims; d++)
+        size[d] = d == cut.dim ? end - begin : m->size[d];
+    KOILA_TRY(koila_table_meta(u->t, m->dtype, m->device, m->n_dims, size, m->stride, &meta));
+    KOILA_TRY(tell_op(u, u->op_slice, n, whole, args, 4, 4, meta, out));
+    m = meta_of(u, whole);
+    if (koila_slice_form(m, koila__share_of(cut), false) == KOILA_SLICE_VIEW ||
+        !koila_meta_is_dense(m))
+        return KOILA_OK;
+    KOILA_TRY(koila__tell_meta(&u->teller, u->s->items.at[whole].meta, cut, &meta));
+    return tell_op(u, u->op_clone, n, *out, NULL, 0, 0, meta, out);
+}
+
+/* An int argument of a call, or `otherwise`. */
+static int64_t int_at(const koila_sig_info *s, uint32_t at, int64_t otherwise)
+{
+    return at < s->n_pos && s->tokens[s->start[at]].kind == KOILA_ARG_INT
+               ? s->tokens[s->start[at]].u.i
+               : otherwise;
+}
+
+/* The same of a dimension of n_dims, and of an index into `size`: counted from the front. */
+static int64_t index_at(const koila_sig_info *s, uint32_t at, int64_t size)
+{
+    const int64_t i = int_at(s, at, 0);
+    return i < 0 ? i + size : i;
+}
+
+/* Rows k of stack(list, dim) are a stack of some items. */
+static koila_status part_of_stack(unroller *u, koila_value v, koila_placement cut, uint32_t k,
+                                  koila__item *out)
+{
+    const koila_node n = u->g->values.at[v].node;
+    const koila_sig_info *s = koila__node_sig(u->g, n);
+    const int64_t begin = koila__told_begin(u->s, k) * cut.inner;
+    const int64_t end = koila__told_begin(u->s, k + 1) * cut.inner;
+    const uint32_t n_items = (uint32_t)(end - begin);
+    koila_arg *tokens = koila__arena_array(&u->s->tmp, s->n_tokens, sizeof *tokens);
+    koila__item *in = koila__arena_array(&u->s->tmp, n_items, sizeof *in);
+    koila_meta meta;
+    koila_sig sig;
+    TRY_ALLOC(tokens && in);
+    tokens[0] = (koila_arg){ .kind = KOILA_ARG_LIST, .n = n_items };
+    for (uint32_t i = 0; i < n_items; i++) {
+        KOILA_TRY(whole_of(u, u->g->inputs.at[u->g->nodes.at[n].first_input + (uint32_t)begin + i],
+                           &in[i]));
+        tokens[1 + i] = (koila_arg){ .kind = KOILA_ARG_TENSOR, .u.id = u->s->items.at[in[i]].meta };
+    }
+    s = koila__node_sig(u->g, n);
+    const uint32_t n_rest = s->n_tokens - 1 - s->n_inputs;
+    for (uint32_t i = 0; i < n_rest; i++)
+        tokens[1 + n_items + i] = s->tokens[1 + s->n_inputs + i];
+    go_to(u, k);
+    KOILA_TRY(koila__tell_meta(&u->teller, s->outputs[0], cut, &meta));
+    koila_sig_info call = *s;
+    call.tokens = tokens;
+    call.n_tokens = 1 + n_items + n_rest;
+    call.outputs = &meta;
+    KOILA_TRY(koila_table_sig(u->t, &call, &sig));
+    KOILA_TRY(tell_sig(u, sig, n, false, in, out));
+    u->s->told.at[u->s->items.at[*out].by].is_first = false;
+    return KOILA_OK;
+}
+
+/* Rows k of the gradient of taking element i: zeros, but for the slice that has it. */
+static koila_status part_of_taken(unroller *u, koila_value v, koila_placement cut, uint32_t k,
+                                  koila__item *out)
+{
+    enum { INDEX = 3 };
+    const koila_node n = u->g->values.at[v].node;
+    const int64_t at =
+        index_at(koila__node_sig(u->g, n), INDEX, koila__value_meta(u->g, v)->size[cut.dim]);
+    const int64_t begin = koila__told_begin(u->s, k) * cut.inner;
+    const int64_t end = koila__told_begin(u->s, k + 1) * cut.inner;
+    sparse part = { .dim = cut.dim,
+                    .n = (uint32_t)(end - begin),
+                    .entry = KOILA_NONE,
+                    .left = KOILA_NONE,
+                    .right = KOILA_NONE };
+    if (begin <= at && at < end) {
+        part.at = (uint32_t)(at - begin);
+        part.n_terms = 1;
+        KOILA_TRY(whole_of(u, u->g->inputs.at[u->g->nodes.at[n].first_input], &part.entry));
+    }
+    return tell_sparse(u, part, out);
+}
+
+/* Rows k of v, which the placed step makes whole, cut so. */
+static koila_status cut_whole(unroller *u, koila_value v, koila_placement cut, uint32_t k,
+                              koila__item *out)
+{
+    const koila_node n = u->g->values.at[v].node;
+    const koila_sig_info *s = n == KOILA_NONE ? NULL : koila__node_sig(u->g, n);
+    if (s && !s->n_writes && !u->p->node[n].in_loop) {
+        const koila__rule rule = koila__rule_of(u->t, s->op);
+        const uint32_t n_dims = koila__value_meta(u->g, v)->n_dims;
+        const bool stacks = rule == koila__rule_stack;
+        if (stacks && s->tokens[0].kind == KOILA_ARG_LIST && index_at(s, 1, n_dims) == cut.dim)
+            return part_of_stack(u, v, cut, k, out);
+        if (rule == koila__rule_select_backward && index_at(s, 2, n_dims) == cut.dim)
+            return part_of_taken(u, v, cut, k, out);
+        const koila_value from = s->n_inputs ? u->g->inputs.at[u->g->nodes.at[n].first_input] : v;
+        if (rule == koila__rule_alias && koila__placement_equal(u->p->value[from], cut))
+            return part_of(u, from, cut, k, out);
+    }
+    return slice_whole(u, v, cut, k, out);
+}
+
+/* Rows k of v as a use needs them. */
+static koila_status part_of(unroller *u, koila_value v, koila_placement cut, uint32_t k,
+                            koila__item *out)
+{
+    koila__item *at = part_at(u, v, k);
+    *out = *at;
+    if (koila__placement_equal(u->p->value[v], cut) &&
+        (*at != KOILA_NONE || u->g->values.at[v].node != KOILA_NONE))
+        return *at == KOILA_NONE ? KOILA_UNSUPPORTED : KOILA_OK;
+    if (cut.kind != KOILA_S || cut.outer != 1 || cut.inner <= 0)
+        return KOILA_UNSUPPORTED;
+    if (*at != KOILA_NONE && koila__placement_equal(u->cut[v], cut))
+        return KOILA_OK;
+    KOILA_TRY(cut_whole(u, v, cut, k, out));
+    if (u->cut[v].kind == KOILA_R || koila__placement_equal(u->cut[v], cut)) {
+        u->cut[v] = cut;
+        *at = *out;
+    }
+    return KOILA_OK;
+}
+
+/* ---- calls */
+
+/* The signature with other metas of its inputs. */
+static koila_status with_metas(unroller *u, koila_sig id, const koila__item *in, koila_sig *out)
+{
+    const koila_sig_info *s = koila__sig(u->t, id);
+    bool is_same = true;
+    for (uint32_t i = 0; i < s->n_inputs; i++)
+        is_same &= s->inputs[i] == u->s->items.at[in[i]].meta;
+    *out = id;
+    if (is_same)
+        return KOILA_OK;
+    koila_arg *tokens = koila__arena_copy(&u->s->tmp, s->tokens, s->n_tokens * sizeof *tokens);
+    koila_sig_info call = *s;
+    TRY_ALLOC(tokens);
+    for (uint32_t i = 0, n = 0; i < s->n_tokens; i++)
+        if (tokens[i].kind == KOILA_ARG_TENSOR)
+            tokens[i].u.id = u->s->items.at[in[n++]].meta;
+    call.tokens = tokens;
+    return koila_table_sig(u->t, &call, out);
+}
+
+/* A sum of two terms, all three of one form. */
+static bool is_plain_sum(const unroller *u, const koila_sig_info *s)
+{
+    return koila__rule_of(u->t, s->op) == koila__rule_additive &&
+           (koila_op_facts(u->t, s->op) & KOILA_FACT_ADDS) && s->n_inputs == 2 &&
+           s->n_outputs == 1 && !s->n_writes && !s->n_kw && s->n_pos == 2 &&
+           s->inputs[0] == s->outputs[0] && s->inputs[1] == s->outputs[0];
+}
+
+/* *sum := of two parts that are not made: is not made either. */
+static koila_status add_sparse(unroller *u, koila__item a, koila__item b, koila__item *sum,
+                               bool *done)
+{
+    const sparse left = *sparse_at(u, a);
+    const sparse right = *sparse_at(u, b);
+    const sparse part = { .dim = left.dim,
+                          .n = left.n,
+                          .n_terms = left.n_terms + right.n_terms,
+                          .entry = KOILA_NONE,
+                          .left = a,
+                          .right = b };
+    *done = left.dim == right.dim && left.n == right.n && part.n_terms <= MOST_TERMS;
+    return *done ? tell_sparse(u, part, sum) : KOILA_OK;
+}
+
+/* A sum of which a term is zero is the other one. *done: nothing is left to do. */
+static koila_status leave_out(unroller *u, koila_node n, uint32_t k, const koila__item *in,
+                              bool *done)
+{
+    koila__item *sum = part_at(u, u->g->nodes.at[n].first_output, k);
+    *done = false;
+    if (!is_plain_sum(u, koila__node_sig(u->g, n)))
+        return KOILA_OK;
+    for (uint32_t i = 0; i < 2; i++) {
+        if (!is_zero(u, in[i]))
+            continue;
+        *done = true;
+        *sum = in[1 - i];
+        return KOILA_OK;
+    }
+    return is_sparse(in[0]) && is_sparse(in[1]) ? add_sparse(u, in[0], in[1], sum, done) : KOILA_OK;
+}
+
+/* in[] of node n, in slice k, with what is not made. */
+static koila_status fill_in(unroller *u, koila_node n, uint32_t k, koila__item *in)
+{
+    for (uint32_t i = 0; i < koila__node_sig(u->g, n)->n_inputs; i++) {
+        koila_meta meta;
+        if (!is_sparse(in[i]))
+            continue;
+        go_to(u, k);
+        KOILA_TRY(koila__tell_meta(&u->teller, koila__node_sig(u->g, n)->inputs[i],
+                                   u->p->need[u->g->nodes.at[n].first_input + i], &meta));
+        koila__item *part = part_at(u, u->g->inputs.at[u->g->nodes.at[n].first_input + i], k);
+        const bool is_part = *part == in[i];
+        KOILA_TRY(tell_dense(u, n, meta, in[i], &in[i]));
+        if (is_part) /* for later calls too */
+            *part = in[i];
+    }
+    return KOILA_OK;
+}
+
+/* The call of node n, which is in a loop, on slice k. */
+static koila_status tell_slice(unroller *u, koila_node n, uint32_t k, const koila__item *in)
+{
+    const koila_value first_output = u->g->nodes.at[n].first_output;
+    koila_meta *metas =
+        koila__arena_array(&u->s->tmp, koila__node_sig(u->g, n)->n_inputs, sizeof *metas);
+    koila__slice_call call;
+    koila__item first;
+    TRY_ALLOC(metas);
+    for (uint32_t i = 0; i < koila__node_sig(u->g, n)->n_inputs; i++)
+        metas[i] = u->s->items.at[in[i]].meta;
+    go_to(u, k);
+    KOILA_TRY(koila__tell_call(&u->teller, n, metas, &call));
+    if (call.is_alias) {
+        *part_at(u, first_output, k) = in[0];
+        return KOILA_OK;
+    }
+    KOILA_TRY(tell_sig(u, call.sig, n, false, in, &first));
+    for (uint32_t o = 0; o < koila__sig(u->t, call.sig)->n_outputs; o++)
+        *part_at(u, first_output + o, k) = first + o;
+    for (uint32_t i = 0; i < call.n_shares; i++) {
+        koila__item *mean = part_at(u, first_output + call.shares[i], k);
+        const koila__item whole_mean = *mean;
+        koila_sig share;
+        KOILA_TRY(koila__tell_share(&u->teller, n, u->s->items.at[whole_mean].meta, &share));
+        KOILA_TRY(tell_sig(u, share, n, false, &whole_mean, mean));
+    }
+    return KOILA_OK;
+}
+
+/* Node n, which is in a loop, in slice k. */
+static koila_status run_slice(unroller *u, koila_node n, uint32_t k)
+{
+    const koila_node_info info = u->g->nodes.at[n];
+    const uint32_t n_inputs = koila__node_sig(u->g, n)->n_inputs;
+    koila__item *in = koila__arena_array(&u->s->tmp, n_inputs, sizeof *in);
+    bool is_done;
+    TRY_ALLOC(in);
+    for (uint32_t i = 0; i < n_inputs; i++) {
+        const koila_value v = u->g->inputs.at[info.first_input + i];
+        const koila_placement need = u->p->need[info.first_input + i];
+        if (need.kind == KOILA_R)
+            KOILA_TRY(whole_of(u, v, &in[i]));
+        else
+            KOILA_TRY(part_of(u, v, need, k, &in[i]));
+    }
+    if (koila__rule_of(u->t, koila__node_sig(u->g, n)->op) == koila__rule_alias &&
+        koila__placement_equal(u->p->need[info.first_input], u->p->value[info.first_output])) {
+        *part_at(u, info.first_output, k) = in[0];
+        return KOILA_OK;
+    }
+    KOILA_TRY(leave_out(u, n, k, in, &is_done));
+    if (is_done)
+        return KOILA_OK;
+    KOILA_TRY(fill_in(u, n, k, in));
+    return tell_slice(u, n, k, in);
+}
+
+/* x[:, t] of a value in parts reads the part that has t. */
+static koila_status take(unroller *u, koila_node n, koila_value v, bool unbinds)
+{
+    enum { DIM = 1, INDEX };
+    const koila_placement cut = u->p->value[v];
+    const koila_value first = u->g->nodes.at[n].first_output;
+    const koila_sig_info s = *koila__node_sig(u->g, n);
+    const int64_t at = index_at(&s, INDEX, koila__value_meta(u->g, v)->size[cut.dim]);
+    koila_arg *tokens = koila__arena_copy(&u->s->tmp, s.tokens, s.n_tokens * sizeof *tokens);
+    koila_meta *metas = koila__arena_array(&u->s->tmp, s.n_outputs, sizeof *metas);
+    TRY_ALLOC(tokens && metas);
+    for (uint32_t k = 0; k < u->s->n_slices; k++) {
+        koila_sig_info call = s;
+        koila_sig sig;
+        koila__item in, out;
+        if (!unbinds && slice_of(u, at / cut.inner) != k)
+            continue;
+        KOILA_TRY(part_of(u, v, cut, k, &in));
+        if (is_sparse(in))
+            return KOILA_UNSUPPORTED;
+        const int64_t begin = koila__told_begin(u->s, k) * cut.inner;
+        call.n_fresh = unbinds ? (uint32_t)(koila__told_begin(u->s, k + 1) * cut.inner - begin) : 1;
+        call.tokens = tokens;
+        call.outputs = metas;
+        tokens[0].u.id = u->s->items.at[in].meta;
+        if (!unbinds)
+            tokens[s.start[INDEX]] = koila__int_arg(at - begin);
+        for (uint32_t o = 0; o < call.n_fresh; o++)
+            KOILA_TRY(meta_without(u, meta_of(u, in), cut.dim, &metas[o]));
+        KOILA_TRY(koila_table_sig(u->t, &call, &sig));
+        KOILA_TRY(tell_sig(u, sig, n, false, &in, &out));
+        for (uint32_t o = 0; o < call.n_fresh; o++)
+            u->s->whole[first + (unbinds ? (uint32_t)begin : 0) + o] = out + o;
+    }
+    return KOILA_OK;
+}
+
+/* Is it of a module that runs as it is, in the order in which it was recorded? */
+static bool is_of_module(const unroller *u, koila_node n)
+{
+    return koila_op_facts(u->t, koila__node_sig(u->g, n)->op) &
+           (KOILA_FACT_OPAQUE_CALL | KOILA_FACT_OPAQUE_BACKWARD);
+}
+
+/* Does node n take elements along the cut dimension of its input, which it needs whole? */
+static bool takes(const koila__placed *p, koila_node n, bool *unbinds)
+{
+    const koila_table *t = p->graph->table;
+    const koila_sig_info *s = koila__node_sig(p->graph, n);
+    const koila__rule rule = koila__rule_of(t, s->op);
+    if (p->node[n].in_loop || (rule != koila__rule_select && rule != koila__rule_unbind) ||
+        s->n_inputs != 1 || s->n_writes)
+        return false;
+    const koila_placement x = p->value[p->graph->inputs.at[p->graph->nodes.at[n].first_input]];
+    *unbinds = rule == koila__rule_unbind;
+    return x.kind == KOILA_S && x.outer == 1 && x.inner > 0 &&
+           index_at(s, 1, koila__meta(t, s->inputs[0])->n_dims) == x.dim;
+}
+
+bool koila__unroll_helps(const koila__placed *p)
+{
+    bool unbinds;
+    bool any = false;
+    for (koila_node n = 0; n < p->graph->nodes.n && !any; n++)
+        any = takes(p, n, &unbinds);
+    return any;
+}
+
+/* Node n, which is in no loop. */
+static koila_status run_whole(unroller *u, koila_node n)
+{
+    const koila_node_info info = u->g->nodes.at[n];
+    const uint32_t n_inputs = koila__node_sig(u->g, n)->n_inputs;
+    koila__item *in = koila__arena_array(&u->s->tmp, n_inputs, sizeof *in);
+    bool unbinds;
+    koila_sig sig;
+    koila__item first;
+    TRY_ALLOC(in);
+    if (takes(u->p, n, &unbinds))
+        return take(u, n, u->g->inputs.at[info.first_input], unbinds);
+    for (uint32_t i = 0; i < n_inputs; i++)
+        KOILA_TRY(whole_of(u, u->g->inputs.at[info.first_input + i], &in[i]));
+    KOILA_TRY(with_metas(u, info.sig, in, &sig));
+    KOILA_TRY(tell_sig(u, sig, n, true, in, &first));
+    for (uint32_t o = 0; o < koila__sig(u->t, sig)->n_outputs; o++)
+        u->s->whole[info.first_output + o] = first + o;
+    return KOILA_OK;
+}
+
+static koila_status tell_all(unroller *u)
+{
+    for (koila_value v = 0; v < u->g->values.n; v++) {
+        const koila_value_info info = u->g->values.at[v];
+        const koila__item_info leaf = { info.meta, KOILA_NONE };
+        if (info.node != KOILA_NONE)
+            continue;
+        u->s->whole[v] = u->s->items.n;
+        TRY_ALLOC(koila__vec_push(&u->mem, &u->s->items, leaf));
+    }
+    for (koila_node n = 0; n < u->g->nodes.n; n++) {
+        const uint32_t flags = koila_op_flags(u->t, koila__node_sig(u->g, n)->op);
+        const koila__mark before = koila__arena_mark(&u->s->tmp);
+        u->now = n;
+        if (is_of_module(u, n) || (u->p->node[n].in_loop && flags & KOILA_OP_RANDOM))
+            return KOILA_UNSUPPORTED;
+        if (!u->p->node[n].in_loop)
+            KOILA_TRY(run_whole(u, n));
+        for (uint32_t k = 0; u->p->node[n].in_loop && k < u->s->n_slices; k++)
+            KOILA_TRY(run_slice(u, n, k));
+        koila__arena_rewind(&u->s->tmp, before);
+    }
+    return KOILA_OK;
+}
+
+static koila_status make_room(unroller *u)
+{
+    const size_t n_values = (size_t)u->g->values.n + 1;
+    const size_t n_parts = n_values * u->s->n_slices;
+    const struct {
+        koila_op *op;
+        const char *name;
+        uint32_t flags;
+    } of[] = { { &u->op_slice, "aten::slice.Tensor", KOILA_OP_VIEW },
+               { &u->op_clone, "aten::clone", 0 },
+               { &u->op_empty, "aten::new_empty_strided", 0 },
+               { &u->op_zeros, "aten::zeros_like", 0 },
+               { &u->op_stack, "aten::stack", 0 },
+               { &u->op_sum, "aten::add.Tensor", 0 } };
+    for (size_t i = 0; i < KOILA_COUNT(of); i++)
+        KOILA_TRY(koila_table_op(u->t, of[i].name, of[i].flags, of[i].op));
+    u->s->whole = koila__arena_array(&u->s->tmp, n_values, sizeof *u->s->whole);
+    u->part = koila__arena_array(&u->s->tmp, n_parts, sizeof *u->part);
+    u->cut = koila__arena_array(&u->s->tmp, n_values, sizeof *u->cut);
+    TRY_ALLOC(u->s->whole && u->part && u->cut);
+    memset(u->s->whole, 0xff, n_values * sizeof *u->s->whole);
+    memset(u->part, 0xff, n_parts * sizeof *u->part);
+    return KOILA_OK;
+}
+
+koila_status koila__tell_step(koila__told_step *s, const koila_value *targets, uint32_t n_targets,
+                              koila__item *wanted)
+{
+    unroller u = { .s = s,
+                   .p = s->p,
+                   .g = s->p->graph,
+                   .t = s->table,
+                   .mem = s->mem,
+                   .plan = { .placed = (koila__placed *)s->p } };
+    u.teller = (koila__teller){ .plan = &u.plan, .table = u.t, .mem = u.mem, .tmp = &s->tmp };
+    koila_status status = make_room(&u);
+    if (status == KOILA_OK)
+        status = tell_all(&u);
+    for (uint32_t i = 0; i < n_targets && status == KOILA_OK; i++)
+        status = whole_of(&u, targets[i], &wanted[i]);
+    koila__vec_free(&u.mem, &u.teller.tokens);
+    koila__vec_free(&u.mem, &u.scratch);
+    koila__vec_free(&u.mem, &u.sparse);
+    return status;
+}

@@ -1,0 +1,155 @@
+"""A loop over time in Python, x[:, t] and a state that goes from step to step: one sample that does
+not fit trains in slices of time, and the step is eager's."""
+
+import pytest
+import torch
+from helpers import model_state
+from memory_helpers import clear, installed, koila_step, only
+from torch import nn
+
+import koila
+from koila import _core
+
+pytestmark = [
+    pytest.mark.skipif(not installed(), reason="torch's CPU memory cannot be counted here"),
+    pytest.mark.about_the_cpu("its peaks are counted to the byte"),
+]
+WIDTH, STATES = 16, 6
+
+
+class Scan(nn.Module):
+    """`over` makes values for each time of a [B, T, WIDTH, STATES], b the same and h of a time."""
+
+    def __init__(self, over, reads_last=False):
+        super().__init__()
+        self.over, self.reads_last = over, reads_last
+        self.first, self.last = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
+        self.a = nn.Parameter(torch.randn(WIDTH, STATES))
+        self.b = nn.Parameter(torch.randn(WIDTH, STATES))
+        self.w = nn.Parameter(torch.randn(STATES, STATES) / STATES)
+
+    def forward(self, x):
+        h = self.first(x).sigmoid()
+        a = torch.exp(-h[..., None] * self.a.square())
+        b = h[..., None].sin() * self.b
+        out = self.over(self, a, b, torch.zeros(len(x), WIDTH, STATES, dtype=x.dtype))
+        return self.last(out)
+
+
+def forward_in_time(m, a, b, h):
+    outs = []
+    for t in range(a.shape[1]):
+        h = a[:, t] * h + b[:, t]
+        outs.append((h @ m.w).sum(-1))
+    return torch.stack(outs, 1)
+
+
+def backward_in_time(m, a, b, h):
+    outs = []
+    for t in reversed(range(a.shape[1])):
+        h = torch.tanh(a[:, t] * h + b[:, t] @ m.w)
+        outs.append(h.sum(-1))
+    return torch.stack(outs[::-1], 1)
+
+
+def both_ways(m, a, b, h):
+    return forward_in_time(m, a, b, h) + backward_in_time(m, a, b, h)
+
+
+def one_after_the_other(m, a, b, h):
+    out = forward_in_time(m, a, b, h)
+    return backward_in_time(m, a * out[..., None].tanh(), b, h)
+
+
+def of_unbound(m, a, b, h):
+    outs = []
+    for x, y in zip(a.unbind(1), b.unbind(1), strict=True):
+        h = x * h + y
+        outs.append(h.sum(-1))
+    return torch.stack(outs, 1)
+
+
+def of_neighbours(m, a, b, h):
+    """Reads each time three times, and one before the first, which is the last."""
+    outs = []
+    for t in range(a.shape[1]):
+        h = a[:, t] * h + b[:, t] * b[:, t - 1]
+        outs.append((h + a[:, t].sin()).sum(-1))
+    return torch.stack(outs, -1).transpose(1, 2)
+
+
+def of_the_last(m, a, b, h):
+    for t in range(a.shape[1]):
+        h = a[:, t] * h + b[:, t]
+    return h.sum(-1)
+
+
+def of_every_other(m, a, b, h):
+    outs = []
+    for t in range(0, a.shape[1], 2):
+        h = a[:, t] * h + b[:, t]
+        outs += [h.sum(-1), h.prod(-1)]
+    return torch.stack(outs[: a.shape[1]], 1) * b.sum(-1)
+
+
+# the share of what one row needs at which each trains: two loops hold the gradients of both
+SCANS = {
+    forward_in_time: 0.5,
+    backward_in_time: 0.5,
+    both_ways: 0.75,
+    one_after_the_other: 0.8,
+    of_unbound: 0.6,
+    of_neighbours: 0.5,
+    of_the_last: 0.45,
+    of_every_other: 0.6,
+}
+
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
+
+def compare(over, samples, times, share, tamper=lambda got: got):
+    """The plan of a step at that share of what one row needs above the gradients."""
+    torch.manual_seed(7)
+    model, x = Scan(over).double(), torch.randn(samples, times, 4).double()
+    loss_of(model, x).backward()
+    expected = model_state(model)
+    clear(model)
+    base = _core.cpu_bytes_current()
+    koila_step(model, loss_of, (x,), 1)
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+    room = koila.last_plan().measured_peak_bytes - base - gradients
+    clear(model)
+    with only(int(gradients + share * room)):
+        koila_step(model, loss_of, (x,))
+    plan, got = koila.last_plan(), tamper(model_state(model))
+    assert expected.keys() == got.keys()
+    for k, e in expected.items():
+        if e is None or got[k] is None:
+            assert e is got[k], k
+            continue
+        scale = max(1e-3, float(e.abs().max()))
+        assert float((e - got[k]).abs().max()) <= 1e-12 * scale, k
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+    assert 0.99 <= plan.predicted_peak_bytes / plan.measured_peak_bytes <= 1.02
+    return plan
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("times", [96, 67])
+@pytest.mark.parametrize("over", SCANS, ids=lambda f: f.__name__)
+def test_a_loop_over_time_trains_in_slices_of_time(over, times, samples):
+    plan = compare(over, samples, times, SCANS[over] + 0.15 * (samples > 1))
+    assert plan.n_micro_batches == samples
+    if samples == 1:
+        assert plan.n_recomputed and plan.axis is None
+
+
+def test_a_planted_fault_is_caught():
+    def lose_a_time(got):
+        got["grad:a"] = got["grad:a"] * (1 - 1 / 96)
+        return got
+
+    with pytest.raises(AssertionError):
+        compare(forward_in_time, 1, 96, 0.5, tamper=lose_a_time)
