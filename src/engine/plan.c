@@ -440,9 +440,7 @@ static koila_status unroll_along(koila__planning *q, const koila__axis *axis, ko
     along.graph = &view.graph;
     along.seeds = view.seeds;
     koila_status status = koila__way_place(&along, koila__place_cut, targets, &placed);
-    const bool helps = status == KOILA_OK && koila__unroll_helps(placed);
-    for (size_t i = 0; status == KOILA_OK && i < KOILA_COUNT(n_slices) && helps && !best->accepted;
-         i++)
+    for (size_t i = 0; status == KOILA_OK && i < KOILA_COUNT(n_slices) && !best->accepted; i++)
         if (axis->rows >= 2 * n_slices[i]) /* of one row, strides have no meaning */
             status = koila__drop_unrolled(q, placed, targets, n_slices[i], best);
     koila__placed_free(placed);
@@ -450,13 +448,14 @@ static koila_status unroll_along(koila__planning *q, const koila__axis *axis, ko
     return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
 }
 
+/* The same along each axis that was tried and is taken entry by entry. */
 static koila_status plan_unrolled(koila__planning *q, koila__way *best)
 {
-    koila__axis axes[KOILA__MOST_AXES];
-    uint32_t n;
-    KOILA_TRY(koila__axes_find(q->graph, &q->plan->mem, axes, &n));
-    for (uint32_t i = 0; i < n && !best->accepted; i++)
-        KOILA_TRY(unroll_along(q, &axes[i], best));
+    for (uint32_t i = 0; i < q->n_tried && !best->accepted; i++) {
+        const koila__tried *t = &q->tried[i];
+        if (t->way.placed && koila__unroll_helps(t->way.placed))
+            KOILA_TRY(unroll_along(q, &t->axis, best));
+    }
     return KOILA_OK;
 }
 
@@ -471,8 +470,8 @@ static koila_status plan_recomputed(koila__planning *q)
         status = koila__drop_in_slices(q, koila__place, q->largest_axis, &best);
     if (status == KOILA_OK && !best.accepted && q->options->rows <= 0)
         status = koila__drop_in_slices(q, koila__place_whole, 1, &best);
-    if (status == KOILA_OK && !best.accepted && q->options->rows <= 0 && rows_do_not_fit(q) &&
-        q->options->axes != KOILA_AXES_ROWS && !q->is_empty)
+    if (status == KOILA_OK && !best.accepted && rows_do_not_fit(q) &&
+        q->options->axes == KOILA_AXES_ANY)
         status = plan_unrolled(q, &best);
     if (status != KOILA_OK || !best.placed || !is_better_recomputed(q, &best)) {
         koila__way_free(&best);

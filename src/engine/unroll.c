@@ -289,7 +289,7 @@ static koila_status demand(orderer *u, uint32_t c)
     return KOILA_OK;
 }
 
-/* First what is told once, but for what waits for sums over all slices; then that; then the rest. */
+/* First what is told once and waits for no sum over all slices; then what does; then the rest. */
 static koila_status put_in_order(orderer *u, const koila__item *targets, uint32_t n_targets)
 {
     find_needed(u, targets, n_targets);

@@ -309,10 +309,9 @@ static koila_status whole_of(unroller *u, koila_value v, koila__item *out)
     for (uint32_t i = 0; i < u->scratch.n; i++)
         if (u->s->items.at[u->scratch.at[i]].by == KOILA_NONE)
             return KOILA_UNSUPPORTED;
-    if (joins)
-        KOILA_TRY(dense_meta(u, meta, &meta));
-    else
+    if (adds) /* parts of a sum are of one form */
         meta = u->s->items.at[u->scratch.at[0]].meta;
+    KOILA_TRY(dense_meta(u, meta, &meta));
     const koila__told what = { .kind = joins ? KOILA__TOLD_JOIN : KOILA__TOLD_SUM,
                                .from = u->g->values.at[v].node,
                                .stands_for = v };
@@ -466,13 +465,28 @@ static koila_status part_of(unroller *u, koila_value v, koila_placement cut, uin
 
 /* ---- calls */
 
+/* May input i have another layout than was recorded? as_strided() reads it, and so do the views
+ * through which a call writes. */
+static bool may_differ(const unroller *u, const koila_sig_info *s, uint32_t i)
+{
+    bool is_read = koila_op_facts(u->t, s->op) & KOILA_FACT_STRIDED;
+    for (uint32_t w = 0; w < s->n_writes; w++)
+        is_read |= s->writes[w].input == i;
+    return !is_read;
+}
+
 /* The signature with other metas of its inputs. */
 static koila_status with_metas(unroller *u, koila_sig id, const koila__item *in, koila_sig *out)
 {
     const koila_sig_info *s = koila__sig(u->t, id);
     bool is_same = true;
-    for (uint32_t i = 0; i < s->n_inputs; i++)
-        is_same &= s->inputs[i] == u->s->items.at[in[i]].meta;
+    for (uint32_t i = 0; i < s->n_inputs; i++) {
+        if (s->inputs[i] == u->s->items.at[in[i]].meta)
+            continue;
+        if (!may_differ(u, s, i))
+            return KOILA_UNSUPPORTED;
+        is_same = false;
+    }
     *out = id;
     if (is_same)
         return KOILA_OK;
@@ -643,13 +657,6 @@ static koila_status take(unroller *u, koila_node n, koila_value v, bool unbinds)
     return KOILA_OK;
 }
 
-/* Is it of a module that runs as it is, in the order in which it was recorded? */
-static bool is_of_module(const unroller *u, koila_node n)
-{
-    return koila_op_facts(u->t, koila__node_sig(u->g, n)->op) &
-           (KOILA_FACT_OPAQUE_CALL | KOILA_FACT_OPAQUE_BACKWARD);
-}
-
 /* Does node n take elements along the cut dimension of its input, which it needs whole? */
 static bool takes(const koila__placed *p, koila_node n, bool *unbinds)
 {
@@ -695,6 +702,28 @@ static koila_status run_whole(unroller *u, koila_node n)
     return KOILA_OK;
 }
 
+/* Does the call, or a view through which it writes, read its input's layout? */
+static bool reads_layout(const unroller *u, const koila_sig_info *s)
+{
+    bool reads = koila_op_facts(u->t, s->op) & KOILA_FACT_STRIDED;
+    for (uint32_t w = 0; w < s->n_writes; w++)
+        for (uint32_t l = 0; l < s->writes[w].n_links; l++)
+            reads |= koila_op_facts(u->t, koila__sig(u->t, s->writes[w].links[l].sig)->op) &
+                     KOILA_FACT_STRIDED;
+    return reads;
+}
+
+/* Modules run as they are, in the recorded order. In a loop, draws are of rows, and parts need not
+ * have the layout that was recorded. */
+static bool is_refused(const unroller *u, koila_node n)
+{
+    const koila_sig_info *s = koila__node_sig(u->g, n);
+    const uint32_t of_module = KOILA_FACT_OPAQUE_CALL | KOILA_FACT_OPAQUE_BACKWARD;
+    return koila_op_facts(u->t, s->op) & of_module ||
+           (u->p->node[n].in_loop &&
+            (koila_op_flags(u->t, s->op) & KOILA_OP_RANDOM || reads_layout(u, s)));
+}
+
 static koila_status tell_all(unroller *u)
 {
     for (koila_value v = 0; v < u->g->values.n; v++) {
@@ -706,10 +735,9 @@ static koila_status tell_all(unroller *u)
         TRY_ALLOC(koila__vec_push(&u->mem, &u->s->items, leaf));
     }
     for (koila_node n = 0; n < u->g->nodes.n; n++) {
-        const uint32_t flags = koila_op_flags(u->t, koila__node_sig(u->g, n)->op);
         const koila__mark before = koila__arena_mark(&u->s->tmp);
         u->now = n;
-        if (is_of_module(u, n) || (u->p->node[n].in_loop && flags & KOILA_OP_RANDOM))
+        if (is_refused(u, n))
             return KOILA_UNSUPPORTED;
         if (!u->p->node[n].in_loop)
             KOILA_TRY(run_whole(u, n));
