@@ -448,12 +448,12 @@ static koila_status unroll_along(koila__planning *q, const koila__axis *axis, ko
     return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
 }
 
-/* The same along each axis that was tried and is taken entry by entry. */
+/* The same along each axis that was tried alone and is taken entry by entry. */
 static koila_status plan_unrolled(koila__planning *q, koila__way *best)
 {
     for (uint32_t i = 0; i < q->n_tried && !best->accepted; i++) {
         const koila__tried *t = &q->tried[i];
-        if (t->way.placed && koila__unroll_helps(t->way.placed))
+        if (t->way.placed && !t->axis.with && koila__unroll_helps(t->way.placed))
             KOILA_TRY(unroll_along(q, &t->axis, best));
     }
     return KOILA_OK;

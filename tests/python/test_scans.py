@@ -226,3 +226,53 @@ def test_a_loop_over_time_that_does_not_fit_a_gpu_trains():
     assert plan.predicted_peak_bytes <= plan.budget_bytes
     for k, e in expected.items():
         assert e is None or torch.allclose(e, model_state(model)[k], rtol=1e-4, atol=1e-6), k
+
+
+class Translates(nn.Module):
+    """A loop over the source, and one over the target that begins with its state."""
+
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.source, self.target = nn.GRUCell(4, width), nn.GRUCell(4, width)
+        self.first, self.last = nn.Linear(4, width), nn.Linear(width, 3)
+
+    def forward(self, xs, ys):
+        h, outs = self.first(xs).mean(1), []
+        for t in range(xs.shape[1]):
+            h = self.source(xs[:, t], h)
+        for t in range(ys.shape[1]):
+            h = self.target(ys[:, t], h)
+            outs.append(h)
+        return self.last(torch.stack(outs, 1))
+
+
+@counted
+@pytest.mark.parametrize("lengths", [(96, 64), (67, 101)])
+def test_loops_over_two_lengths_are_exact_or_do_not_fit(lengths):
+    """Slices of time are of one length, so what the other loop holds stays."""
+    torch.manual_seed(7)
+    model = Translates().double()
+    data = [torch.randn(1, n, 4).double() for n in lengths]
+
+    def loss(model, xs, ys):
+        return model(xs, ys).square().mean()
+
+    loss(model, *data).backward()
+    expected = model_state(model)
+    clear(model)
+    base = _core.cpu_bytes_current()
+    koila_step(model, loss, data, 1)
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+    room = koila.last_plan().measured_peak_bytes - base - gradients
+    trained = []
+    for share in (0.9, 0.7, 0.5, 0.3, 0.2):
+        clear(model)
+        try:
+            with only(int(gradients + share * room)):
+                koila_step(model, loss, data)
+        except koila.OutOfMemory:
+            continue
+        trained.append(share)
+        for k, e in model_state(model).items():
+            assert e is None or torch.allclose(e, expected[k], rtol=1e-12, atol=1e-15), (share, k)
+    assert trained
