@@ -368,17 +368,12 @@ static koila_status hand_over(orderer *u, koila__placed **out)
 static koila_status make_room(orderer *u)
 {
     const koila__told_step *s = &u->s;
-    const struct {
-        koila_op *op;
-        const char *name;
-        uint32_t flags;
-    } of[] = { { &u->op_slice, "aten::slice.Tensor", KOILA_OP_VIEW },
-               { &u->op_clone, "aten::clone", 0 },
-               { &u->op_empty, "aten::new_empty_strided", 0 },
-               { &u->op_copy, "aten::copy_", KOILA_OP_INPLACE },
-               { &u->op_add, "aten::add_.Tensor", KOILA_OP_INPLACE } };
-    for (size_t i = 0; i < KOILA_COUNT(of); i++)
-        KOILA_TRY(koila_table_op(u->t, of[i].name, of[i].flags, of[i].op));
+    const koila__op_named of[] = { { &u->op_slice, "aten::slice.Tensor", KOILA_OP_VIEW },
+                                   { &u->op_clone, "aten::clone", 0 },
+                                   { &u->op_empty, "aten::new_empty_strided", 0 },
+                                   { &u->op_copy, "aten::copy_", KOILA_OP_INPLACE },
+                                   { &u->op_add, "aten::add_.Tensor", KOILA_OP_INPLACE } };
+    KOILA_TRY(koila__find_ops(u->t, of, KOILA_COUNT(of)));
     u->progress = koila__arena_array(&u->s.tmp, s->told.n, sizeof *u->progress);
     u->value_of = koila__arena_array(&u->s.tmp, s->items.n, sizeof *u->value_of);
     u->last_use = koila__arena_array(&u->s.tmp, s->items.n, sizeof *u->last_use);

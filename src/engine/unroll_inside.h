@@ -62,6 +62,19 @@ static inline int64_t koila__told_begin(const koila__told_step *s, uint32_t k)
     return (int64_t)k * s->p->graph->axes.at[0] / s->n_slices;
 }
 
+/* The operators that are told, and those that put parts together. */
+typedef struct koila__op_named {
+    koila_op *op;
+    const char *name;
+    uint32_t flags;
+} koila__op_named;
+static inline koila_status koila__find_ops(koila_table *t, const koila__op_named *of, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        KOILA_TRY(koila_table_op(t, of[i].name, of[i].flags, of[i].op));
+    return KOILA_OK;
+}
+
 static inline koila_arg koila__int_arg(int64_t i)
 {
     return (koila_arg){ .kind = KOILA_ARG_INT, .u.i = i };

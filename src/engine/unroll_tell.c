@@ -752,18 +752,13 @@ static koila_status make_room(unroller *u)
 {
     const size_t n_values = (size_t)u->g->values.n + 1;
     const size_t n_parts = n_values * u->s->n_slices;
-    const struct {
-        koila_op *op;
-        const char *name;
-        uint32_t flags;
-    } of[] = { { &u->op_slice, "aten::slice.Tensor", KOILA_OP_VIEW },
-               { &u->op_clone, "aten::clone", 0 },
-               { &u->op_empty, "aten::new_empty_strided", 0 },
-               { &u->op_zeros, "aten::zeros_like", 0 },
-               { &u->op_stack, "aten::stack", 0 },
-               { &u->op_sum, "aten::add.Tensor", 0 } };
-    for (size_t i = 0; i < KOILA_COUNT(of); i++)
-        KOILA_TRY(koila_table_op(u->t, of[i].name, of[i].flags, of[i].op));
+    const koila__op_named of[] = { { &u->op_slice, "aten::slice.Tensor", KOILA_OP_VIEW },
+                                   { &u->op_clone, "aten::clone", 0 },
+                                   { &u->op_empty, "aten::new_empty_strided", 0 },
+                                   { &u->op_zeros, "aten::zeros_like", 0 },
+                                   { &u->op_stack, "aten::stack", 0 },
+                                   { &u->op_sum, "aten::add.Tensor", 0 } };
+    KOILA_TRY(koila__find_ops(u->t, of, KOILA_COUNT(of)));
     u->s->whole = koila__arena_array(&u->s->tmp, n_values, sizeof *u->s->whole);
     u->part = koila__arena_array(&u->s->tmp, n_parts, sizeof *u->part);
     u->cut = koila__arena_array(&u->s->tmp, n_values, sizeof *u->cut);

@@ -1149,8 +1149,8 @@ static bool cut(koila__placer *p, const koila_sig_info *sig, const koila_placeme
     return true;
 }
 
-/* The axis of a call's inputs, KOILA_NONE when all are R or FREE. Where two axes meet, the main
- * one is kept, else the one with more rows; of source and target that of the first input, for
+/* The axis of a call's inputs, KOILA_NONE when all are R or FREE. Where two axes meet, the one
+ * with more rows is kept; of source and target that of the first input, for
  * queries come before keys. */
 static uint32_t axis_of(const koila__placer *p, const koila_placement *placed, uint32_t n)
 {
@@ -1159,9 +1159,8 @@ static uint32_t axis_of(const koila__placer *p, const koila_placement *placed, u
         if (koila__is_r(placed[i]))
             continue;
         const uint16_t x = placed[i].axis;
-        if (axis == KOILA_NONE || x == p->main_axis ||
-            (axis != p->main_axis && !p->two &&
-             koila_graph_axis_size(p->from, x) > koila_graph_axis_size(p->from, (uint16_t)axis)))
+        if (axis == KOILA_NONE || (!p->two && koila_graph_axis_size(p->from, x) >
+                                                  koila_graph_axis_size(p->from, (uint16_t)axis)))
             axis = x;
     }
     return axis;
@@ -1826,7 +1825,6 @@ static koila_status place(const koila_graph *recorded, const koila_value *target
                         .table = koila_graph_table(recorded),
                         .mem = a,
                         .keep = &keep,
-                        .main_axis = KOILA_NONE,
                         .line = KOILA_NONE,
                         .whole = how == PLACE_WHOLE,
                         .cut = how == PLACE_CUT,

@@ -29,8 +29,7 @@ struct koila__placer {
     VEC(koila_placement) need;    /* [flat inputs of to] */
     VEC(koila__placed_node) node; /* [nodes of to] */
     VEC(koila__op_rule) op;       /* [operators of table], grown on demand */
-    uint32_t main_axis;
-    uint32_t line; /* of the recorded node being placed, as an id of `to` */
+    uint32_t line;                /* of the recorded node being placed, as an id of `to` */
     koila_node recorded;
     uint32_t depth; /* of resolving FREE values */
     bool whole;     /* koila__place_whole */
