@@ -54,8 +54,6 @@
 #include "placement/placer.h"
 #include "graph/table.h"
 
-enum { MAX_DEPTH = 256 }; /* of resolving: a deeper FREE value becomes R, which is always right */
-
 /* A rule's answer for one call, or a gather. */
 typedef struct attempt {
     koila__case c;
@@ -723,7 +721,7 @@ static bool resolve_r(koila__placer *p, koila_value v)
     return drain_r(p, &stack);
 }
 
-static bool settle(koila__placer *p, koila_node id, const attempt *a);
+static bool begin_to_settle(koila__placer *p, koila_node id, const attempt *a);
 
 typedef struct input_search {
     koila__placer *p;
@@ -746,15 +744,14 @@ static bool input_gives_want(void *user, koila_placement s)
     return ok;
 }
 
-/* Make FREE v placed `want`; false leaves it FREE. */
+/* Begins to settle FREE v as `want`; false leaves it FREE. */
 static bool resolve_s(koila__placer *p, koila_value v, koila_placement want)
 {
     const koila_node id = p->to->values.at[v].node;
     const koila_node_info n = p->to->nodes.at[id];
     const koila_sig_info *sig = koila__sig(p->table, n.sig);
     const uint32_t output = v - n.first_output;
-    if (p->depth >= MAX_DEPTH)
-        return false;
+    const koila__mark before = koila__arena_mark(&p->scratch);
     koila_placement *placed = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *placed);
     koila_value *in = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *in);
     if (!placed || !in)
@@ -774,18 +771,9 @@ static bool resolve_s(koila__placer *p, koila_value v, koila_placement want)
                                koila_graph_axis_size(p->from, want.axis), want.axis, want,
                                input_gives_want, &t);
     }
-    if (!found || p->status != KOILA_OK)
-        return false;
-    p->depth++;
-    found = settle(p, id, &a);
-    p->depth--;
+    found = found && p->status == KOILA_OK && begin_to_settle(p, id, &a);
+    koila__arena_rewind(&p->scratch, before);
     return found;
-}
-
-void koila__placer_slice(koila__placer *p, koila_value v, koila_placement want)
-{
-    if (p->value.at[v].kind == KOILA_FREE)
-        resolve_s(p, v, want);
 }
 
 /* Zeros are a partial sum of zeros: the whole FREE tree above v becomes P, and each slice makes its
@@ -831,7 +819,8 @@ static bool resolve_p(koila__placer *p, koila_value v, koila_placement want)
     return ok || fail(p, KOILA_NO_MEMORY);
 }
 
-/* Places FREE value x as a use needs it; if it cannot be S it becomes R, and is sliced. */
+/* Places FREE value x as a use needs it, or begins to; if it cannot be S it becomes R, and is
+ * sliced. */
 static bool resolve(koila__placer *p, koila_value x, koila_placement need)
 {
     if (need.kind == KOILA_P)
@@ -859,27 +848,36 @@ static void settle_pieces(koila__placer *p, koila_node id, const koila__case *c)
     p->any_piece |= is_owned;
 }
 
-/* Places the node by the attempt, and its FREE inputs as it needs them. Two inputs with a common
- * FREE ancestor may need different placements of it: the first wins, and the node is gathered if
- * the second cannot use that. */
-static bool settle(koila__placer *p, koila_node id, const attempt *a)
+/* Places node id by the attempt, on the stack of those whose FREE inputs are to be placed. */
+static bool begin_to_settle(koila__placer *p, koila_node id, const attempt *a)
 {
     const koila_node_info n = p->to->nodes.at[id];
     const koila__case *c = &a->c;
-    bool suits = true;
-    bool gathered = false;
+    koila__placed_node *node = &p->node.at[id];
     for (uint32_t j = 0; j < c->n_out; j++)
         p->value.at[n.first_output + j] = c->out_meta[j] ? c->out[j] : koila__r();
-    settle_pieces(p, id, c);
-    for (uint32_t i = 0; i < c->n_in; i++) {
-        const koila_value x = p->to->inputs.at[n.first_input + i];
+    for (uint32_t i = 0; i < c->n_in; i++)
         p->need.at[n.first_input + i] = c->need[i];
-        if (p->value.at[x].kind == KOILA_FREE && !resolve(p, x, c->need[i]))
-            return false;
-    }
-    for (uint32_t i = 0; i < c->n_in; i++) { /* after all have been placed */
+    settle_pieces(p, id, c);
+    memcpy(node->fix, a->fix, sizeof node->fix);
+    node->link = a->link;
+    node->axis = a->loop ? c->axis : 0;
+    node->in_loop = a->loop;
+    return koila__vec_push(&p->mem, &p->settling, ((koila__settling){ id, 0 })) ||
+           fail(p, KOILA_NO_MEMORY);
+}
+
+/* All inputs of node id are placed. Two with a common FREE ancestor may need different placements
+ * of it: the first wins, and the node is gathered if the second cannot use that. */
+static bool end_to_settle(koila__placer *p, koila_node id)
+{
+    const koila_node_info n = p->to->nodes.at[id];
+    const uint32_t n_inputs = koila__sig(p->table, n.sig)->n_inputs;
+    bool suits = true;
+    bool gathered = false;
+    for (uint32_t i = 0; i < n_inputs; i++) {
         const koila_placement is = p->value.at[p->to->inputs.at[n.first_input + i]];
-        const koila_placement need = c->need[i];
+        const koila_placement need = p->need.at[n.first_input + i];
         koila_assert(is.kind != KOILA_FREE);
         suits &= need.kind == KOILA_R || koila__placement_equal(is, need) ||
                  (need.kind == KOILA_S && is.kind == KOILA_R);
@@ -887,17 +885,45 @@ static bool settle(koila__placer *p, koila_node id, const attempt *a)
         if (koila__is_opaque(is) && !koila__placement_equal(is, need))
             return fail(p, KOILA_UNSUPPORTED);
     }
-    if (!suits) {
-        value_stack stack = { 0 };
-        return set_whole(p, id, &stack) && drain_r(p, &stack);
+    p->node.at[id].gathered = gathered;
+    if (suits)
+        return true;
+    value_stack stack = { 0 };
+    return set_whole(p, id, &stack) && drain_r(p, &stack);
+}
+
+/* Places the nodes of the stack above `bottom`, each after its inputs. */
+static bool settle_above(koila__placer *p, size_t bottom)
+{
+    while (p->settling.n > bottom) {
+        koila__settling *top = &p->settling.at[p->settling.n - 1];
+        const koila_node_info n = p->to->nodes.at[top->node];
+        if (top->next == koila__sig(p->table, n.sig)->n_inputs) {
+            p->settling.n--;
+            if (!end_to_settle(p, top->node))
+                return false;
+            continue;
+        }
+        const uint32_t i = n.first_input + top->next++;
+        const koila_value x = p->to->inputs.at[i];
+        if (p->value.at[x].kind == KOILA_FREE && !resolve(p, x, p->need.at[i]))
+            return false;
     }
-    koila__placed_node *node = &p->node.at[id];
-    memcpy(node->fix, a->fix, sizeof node->fix);
-    node->link = a->link;
-    node->axis = a->loop ? c->axis : 0;
-    node->in_loop = a->loop;
-    node->gathered = gathered;
     return true;
+}
+
+/* Places the node by the attempt, and its FREE inputs as it needs them. */
+static bool settle(koila__placer *p, koila_node id, const attempt *a)
+{
+    const size_t bottom = p->settling.n;
+    return begin_to_settle(p, id, a) && settle_above(p, bottom);
+}
+
+void koila__placer_slice(koila__placer *p, koila_value v, koila_placement want)
+{
+    const size_t bottom = p->settling.n;
+    if (p->value.at[v].kind == KOILA_FREE && resolve_s(p, v, want))
+        settle_above(p, bottom);
 }
 
 /* Can the placement of this call, whose inputs are all R or FREE, be decided later? */
@@ -1838,6 +1864,7 @@ static koila_status place(const koila_graph *recorded, const koila_value *target
     koila__vec_free(&a, &p.whole_of);
     koila__vec_free(&a, &p.level);
     koila__vec_free(&a, &p.op);
+    koila__vec_free(&a, &p.settling);
     koila__arena_deinit(&p.scratch);
     if (!r) {
         koila__vec_free(&a, &p.value);

@@ -12,6 +12,11 @@ typedef struct koila__op_rule { /* by operator id: found once */
     const char *user_rule; /* the text that koila__rule_user reads, or NULL */
 } koila__op_rule;
 
+typedef struct koila__settling {
+    koila_node node;
+    uint32_t next; /* of its inputs */
+} koila__settling;
+
 struct koila__placer {
     const koila_graph *from;
     koila_graph *to; /* the lowered graph, growing */
@@ -31,10 +36,10 @@ struct koila__placer {
     VEC(koila__op_rule) op;       /* [operators of table], grown on demand */
     uint32_t line;                /* of the recorded node being placed, as an id of `to` */
     koila_node recorded;
-    uint32_t depth; /* of resolving FREE values */
-    bool whole;     /* koila__place_whole */
-    bool cut;       /* koila__place_cut */
-    bool pieces;    /* koila__place_pieces */
+    VEC(koila__settling) settling; /* nodes whose FREE inputs are being placed */
+    bool whole;                    /* koila__place_whole */
+    bool cut;                      /* koila__place_cut */
+    bool pieces;                   /* koila__place_pieces */
     /* [nodes of from] cut the whole results of this call too; NULL: of none */
     const uint8_t *seeds;
     bool two;            /* ... and leaves are cut along different axes */

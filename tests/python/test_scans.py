@@ -161,31 +161,36 @@ def loss_of(model, x):
     return model(x).square().mean()
 
 
-def compare(over, samples, times, share, tamper=lambda got: got):
-    """The plan of a step at that share of what one row needs above the gradients."""
-    torch.manual_seed(7)
-    model, x = Scan(over).double(), torch.randn(samples, times, 4).double()
-    loss_of(model, x).backward()
-    expected = model_state(model)
-    clear(model)
-    base = _core.cpu_bytes_current()
-    koila_step(model, loss_of, (x,), 1)
-    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
-    room = koila.last_plan().measured_peak_bytes - base - gradients
-    clear(model)
-    with only(int(gradients + share * room)):
-        koila_step(model, loss_of, (x,))
-    plan, got = koila.last_plan(), tamper(model_state(model))
-    assert expected.keys() == got.keys()
-    for k, e in expected.items():
-        if e is None or got[k] is None:
-            assert e is got[k], k
-            continue
-        scale = max(1e-3, float(e.abs().max()))
-        assert float((e - got[k]).abs().max()) <= 1e-12 * scale, k
-    assert plan.measured_peak_bytes <= plan.budget_bytes
-    assert 0.99 <= plan.predicted_peak_bytes / plan.measured_peak_bytes <= 1.02
-    return plan
+class Step:
+    """A model, its batch, and what plain PyTorch's step leaves."""
+
+    def __init__(self, over, samples, times):
+        torch.manual_seed(7)
+        self.model, self.x = Scan(over).double(), torch.randn(samples, times, 4).double()
+        loss_of(self.model, self.x).backward()
+        self.expected = model_state(self.model)
+        clear(self.model)
+        base = _core.cpu_bytes_current()
+        koila_step(self.model, loss_of, (self.x,), 1)
+        self.gradients = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        self.room = koila.last_plan().measured_peak_bytes - base - self.gradients
+
+    def compare_at(self, share, tamper=lambda got: got):
+        """The plan of a step at that share of what one row needs above the gradients."""
+        clear(self.model)
+        with only(int(self.gradients + share * self.room)):
+            koila_step(self.model, loss_of, (self.x,))
+        plan, got = koila.last_plan(), tamper(model_state(self.model))
+        assert self.expected.keys() == got.keys()
+        for k, e in self.expected.items():
+            if e is None or got[k] is None:
+                assert e is got[k], k
+                continue
+            scale = max(1e-3, float(e.abs().max()))
+            assert float((e - got[k]).abs().max()) <= 1e-12 * scale, k
+        assert plan.measured_peak_bytes <= plan.budget_bytes
+        assert 0.99 <= plan.predicted_peak_bytes / plan.measured_peak_bytes <= 1.02
+        return plan
 
 
 @counted
@@ -193,9 +198,20 @@ def compare(over, samples, times, share, tamper=lambda got: got):
 @pytest.mark.parametrize("times", [96, 67])
 @pytest.mark.parametrize("over", SCANS, ids=lambda f: f.__name__)
 def test_a_loop_over_time_trains_in_slices_of_time(over, times, samples):
-    plan = compare(over, samples, times, SCANS[over] + 0.15 * (samples > 1))
+    plan = Step(over, samples, times).compare_at(SCANS[over] + 0.15 * (samples > 1))
     assert plan.n_micro_batches == samples
     if samples == 1:
+        assert plan.n_recomputed and plan.axis is None
+
+
+@counted
+@pytest.mark.parametrize("times", [300, 1000, 1024])
+@pytest.mark.parametrize("over", [forward_in_time, of_neighbours], ids=lambda f: f.__name__)
+def test_a_loop_over_many_times_trains_in_slices_of_time(over, times):
+    """Gradients of x[:, t] are added up in a chain as long as the loop."""
+    step = Step(over, 1, times)
+    for share in (0.5, 0.3):
+        plan = step.compare_at(share)
         assert plan.n_recomputed and plan.axis is None
 
 
@@ -206,7 +222,7 @@ def test_a_planted_fault_is_caught():
         return got
 
     with pytest.raises(AssertionError):
-        compare(forward_in_time, 1, 96, 0.5, tamper=lose_a_time)
+        Step(forward_in_time, 1, 96).compare_at(0.5, tamper=lose_a_time)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="about a GPU's allocator")

@@ -134,6 +134,25 @@ TEST(place__a_factory_follows_its_first_sharded_use)
     maker_deinit(&m);
 }
 
+TEST(place__a_factory_is_found_above_a_chain_of_any_length)
+{
+    enum { LENGTH = 2000 };
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 0, f32(7, 5));
+    const koila_value z = call(&m, "aten::zeros", f32(7, 5), "l", 2, 7, 5);
+    koila_value h = z;
+    for (uint32_t i = 0; i < LENGTH; i++)
+        h = call(&m, "aten::exp", f32(7, 5), "t", h);
+    const koila_value y = call(&m, "aten::add.Tensor", f32(7, 5), "tt", x, h);
+    place(&m, y);
+    CHECK_AT(&m, y, S(0, 1, 1));
+    CHECK_AT(&m, h, S(0, 1, 1));
+    CHECK_AT(&m, z, S(0, 1, 1));
+    CHECK_EQ(n_gathered(&m), 0);
+    maker_deinit(&m);
+}
+
 TEST(place__a_factory_nobody_shards_is_whole)
 {
     maker m;
