@@ -172,15 +172,31 @@ static void order_waits(rewriter *r)
 
 /* ---- the second step */
 
+/* The placed links of node n's writes, in the arena of the result: the first step may be freed
+ * before the second. */
+static koila_status copy_links(rewriter *r, koila_node n, koila__placed_node *node)
+{
+    const koila_sig_info *s = sig_of(r, n);
+    uint32_t n_links = 0;
+    for (uint32_t w = 0; w < s->n_writes; w++)
+        n_links += s->writes[w].n_links;
+    if (!node->link || !n_links)
+        return KOILA_OK;
+    node->link = koila__arena_copy(&r->keep, node->link, n_links * sizeof *node->link);
+    return node->link ? KOILA_OK : KOILA_NO_MEMORY;
+}
+
 /* Appends node n of the first step, with inputs `in` of the second. */
 static koila_status append(rewriter *r, koila_node n, const koila_value *in, koila_value *first)
 {
     const koila_node_info info = r->g->nodes.at[n];
     const koila_sig_info *s = sig_of(r, n);
+    koila__placed_node node = r->from->node[n];
     KOILA_TRY(koila_graph_node(r->to, info.sig, in, info.line, first));
+    KOILA_TRY(copy_links(r, n, &node));
     if (!koila__vec_reserve(&r->mem, &r->value, s->n_outputs) ||
         !koila__vec_reserve(&r->mem, &r->need, s->n_inputs) ||
-        !koila__vec_push(&r->mem, &r->node, r->from->node[n]))
+        !koila__vec_push(&r->mem, &r->node, node))
         return KOILA_NO_MEMORY;
     for (uint32_t j = 0; j < s->n_outputs; j++)
         r->value.at[r->value.n++] = r->from->value[info.first_output + j];
