@@ -383,12 +383,6 @@ static koila_status make_rungs_along(const koila__planning *q, const koila__way 
     return KOILA_OK;
 }
 
-/* Does it fit in slices that are not so thin that calling their operators takes the time? */
-static bool is_quick(const koila__way *way)
-{
-    return way->accepted && way->rows[0] >= KOILA_COST_THIN_SLICE;
-}
-
 /* *best becomes `way` with the results of rung x dropped, if that is better. */
 static koila_status try_along(koila__planning *q, const koila__way *way, rung *x, koila__way *best,
                               bool *is_better)
@@ -396,24 +390,23 @@ static koila_status try_along(koila__planning *q, const koila__way *way, rung *x
     koila__way next = { 0 };
     KOILA_TRY(drop(q, way, x, &next));
     koila_assert(!next.placed || next.peak >= x->bound || next.peak > q->options->budget_bytes);
-    *is_better =
-        next.placed && (!best->placed || is_quick(&next) || koila__way_is_better(q, &next, best));
+    *is_better = next.placed && (!best->placed || koila__way_is_better(q, &next, best));
     if (*is_better)
         koila__way_swap(best, &next);
     koila__way_free(&next);
     return KOILA_OK;
 }
 
-/* *best becomes the first rung that fits in slices that are not thin, else the best one; if that
- * does not fit, the same with loops apart. Where none may fit, the one that may need the least is
- * tried, for the error. */
+/* *best becomes the rung of the least time: one that is worse than a rung that fits ends the
+ * search, as do two in a row before any fits. If none fits, the best one is tried with loops apart.
+ * Where none may fit, the one that may need the least is tried, for the error. */
 static koila_status climb_along(koila__planning *q, const koila__way *way, rungs *r,
                                 koila__way *best)
 {
     uint32_t n_worse = 0; /* in a row */
     rung *taken = NULL;
     bool is_better;
-    for (uint32_t i = 0; i < r->n && !is_quick(best) && n_worse < 2; i++) {
+    for (uint32_t i = 0; i < r->n && n_worse < (best->accepted ? 1 : 2); i++) {
         if (r->at[i].bound > q->options->budget_bytes)
             continue;
         KOILA_TRY(try_along(q, way, &r->at[i], best, &is_better));

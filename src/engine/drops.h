@@ -8,8 +8,8 @@
 /* Finds the recorded node at which the step as it was recorded holds the most; KOILA_NONE: nothing
  * runs. */
 koila_status koila__drop_turn(const koila__planning *q, koila_node *turn);
-/* `way`, along another axis, needs too much. With results dropped it becomes the first that fits,
- * else that of the least peak; turn: koila__drop_turn(). */
+/* `way`, along another axis, needs too much, or much time. With results dropped it becomes the one
+ * of the least time that fits, else that of the least peak; turn: koila__drop_turn(). */
 koila_status koila__drop_along(koila__planning *q, koila_node turn, koila__way *way);
 /* The step placed by `how`, in n_slices slices of one loop or whole, with results dropped: *best
  * becomes that way where it is better. */

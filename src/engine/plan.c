@@ -205,10 +205,24 @@ static koila_status choose_way(koila__planning *q)
 
 /* ---- other axes */
 
-/* Does the way take more work than computing the forward pass again? */
+/* Does the way take more time than computing the forward pass again? */
 static bool is_costly(const koila__way *way)
 {
-    return way->schedule.work > KOILA_COST_FORWARD_AGAIN * way->schedule.work_recorded;
+    return koila__way_time(way) > KOILA_COST_FORWARD_AGAIN * koila__recorded_time(&way->schedule);
+}
+
+/* The plan so far, seen as a way: it borrows everything. */
+static koila__way way_of(const koila__planning *q)
+{
+    const koila_plan *p = q->plan;
+    return (koila__way){ p->placed, p->schedule,        p->targets,
+                         p->rows,   p->info.peak_bytes, q->accepted };
+}
+
+static double time_so_far(const koila__planning *q)
+{
+    const koila__way now = way_of(q);
+    return koila__way_time(&now);
 }
 
 /* The step under one of them, and the best way to run it so. */
@@ -334,11 +348,10 @@ static bool rows_do_not_fit(const koila__planning *q)
 /* Is the way better than the plan so far, which may fit? */
 static bool is_improvement(const koila__planning *q, const koila__way *way)
 {
-    return koila__way_fits(q, way) &&
-           (rows_do_not_fit(q) || way->schedule.work < q->plan->info.work);
+    return koila__way_fits(q, way) && (rows_do_not_fit(q) || koila__way_time(way) < time_so_far(q));
 }
 
-/* Takes another axis where one fits, and is less work than a plan that does; in any case if the
+/* Takes another axis where one fits, and takes less time than a plan that does; in any case if the
  * caller asks for one. */
 static koila_status take_other_axis(koila__planning *q)
 {
@@ -414,14 +427,14 @@ static bool is_better_recomputed(const koila__planning *q, const koila__way *way
     const koila_plan_info *now = &q->plan->info;
     if (rows_do_not_fit(q))
         return way->accepted || way->peak < now->peak_bytes;
-    return way->accepted && way->schedule.work < now->work;
+    return way->accepted && koila__way_time(way) < time_so_far(q);
 }
 
-/* Is another axis cut at more work than computing the forward pass again takes? */
+/* Is another axis cut at more time than computing the forward pass again takes? */
 static bool is_costly_axis(const koila__planning *q)
 {
-    const koila_plan_info *info = &q->plan->info;
-    return (q->dim != KOILA_NONE || info->n_inner) && info->replay_ratio > KOILA_COST_FORWARD_AGAIN;
+    const koila__way now = way_of(q);
+    return (q->dim != KOILA_NONE || q->plan->info.n_inner) && is_costly(&now);
 }
 
 /* Along one other axis, in slices without loops: *best becomes that way where it is better. */

@@ -4,6 +4,7 @@
 
 #include "engine/both.h"
 #include "engine/live.h"
+#include "engine/plan_costs.h"
 #include "graph/table.h"
 
 /* Rows of a slice of every axis when the main one is cut into n. */
@@ -176,6 +177,34 @@ bool koila__way_fits(const koila__planning *q, const koila__way *s)
            (s->accepted || !q->options->accepts || koila__is_frugal(q->options));
 }
 
+/* Calls of a stage in all slices; of an inner step, those of each row. */
+static double calls_of(const koila__placed *p, const koila_stage *st, const int64_t *rows)
+{
+    const double n_slices =
+        st->is_loop ? koila__n_slices(p->graph->axes.at[st->axis], rows[st->axis]) : 1;
+    double n = 0;
+    for (uint32_t i = 0; i < st->n_instrs; i++)
+        n += st->instrs[i].kind == KOILA_DO_RUN;
+    for (uint32_t k = 0; st->inner && k < st->inner->plan->schedule.n_stages; k++)
+        n += calls_of(st->inner->plan->placed, &st->inner->plan->schedule.stages[k].stage,
+                      st->inner->plan->rows);
+    return n * n_slices;
+}
+
+double koila__way_time(const koila__way *w)
+{
+    double time = w->schedule.work;
+    for (uint32_t k = 0; k < w->schedule.n_stages; k++)
+        time +=
+            KOILA_COST_BYTES_PER_CALL * calls_of(w->placed, &w->schedule.stages[k].stage, w->rows);
+    return time;
+}
+
+double koila__recorded_time(const koila__schedule *s)
+{
+    return s->work_recorded + KOILA_COST_BYTES_PER_CALL * s->n_needed;
+}
+
 /* Is way b along another axis better than a, of which either may not fit? */
 bool koila__way_is_better(const koila__planning *q, const koila__way *b, const koila__way *a)
 {
@@ -183,7 +212,7 @@ bool koila__way_is_better(const koila__planning *q, const koila__way *b, const k
     const bool fits_b = koila__way_fits(q, b);
     if (fits_a != fits_b)
         return fits_b;
-    return fits_a && !koila__is_frugal(q->options) ? b->schedule.work < a->schedule.work
+    return fits_a && !koila__is_frugal(q->options) ? koila__way_time(b) < koila__way_time(a)
                                                    : b->peak < a->peak;
 }
 

@@ -55,7 +55,12 @@ void koila__way_swap(koila__way *a, koila__way *b);
 void koila__way_free(koila__way *w); /* nothing if it is not placed */
 /* Is it within the budget, and taken by the caller? */
 bool koila__way_fits(const koila__planning *q, const koila__way *w);
-/* Is way b better than a, of which either may not fit? By work if both do, else by the peak. */
+/* The estimated time of a way, in bytes moved: its work, and its calls, of which thin slices have
+ * many. */
+double koila__way_time(const koila__way *w);
+/* The same of each recorded call once, on all rows. */
+double koila__recorded_time(const koila__schedule *s);
+/* Is way b better than a, of which either may not fit? By time if both do, else by the peak. */
 bool koila__way_is_better(const koila__planning *q, const koila__way *b, const koila__way *a);
 
 /* Does the caller take a plan that fits by its sum? */

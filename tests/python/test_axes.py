@@ -446,6 +446,33 @@ def test_along_tokens_less_memory_is_never_less_work():
     assert work == sorted(work) and work[-1] < 2
 
 
+@counted
+def test_a_little_less_memory_does_not_double_the_calls():
+    """Slices of half the tokens would call twice as many operators: the forward pass runs again
+    instead."""
+    n = 512
+    torch.manual_seed(5)
+    model = zoo.gpt2(n_positions=n, n_embd=64, n_layer=4, vocab_size=500).double()
+    batch = torch.randint(0, 500, (2, 1, n)).unbind()
+
+    def run(wrap):
+        x, y = wrap(*batch)
+        F.cross_entropy(model(x).logits.flatten(0, 1), y.flatten()).backward()
+        grads = [p.grad.clone() for p in model.parameters()]
+        clear(model)
+        return grads, koila.last_plan()
+
+    with koila.micro_batch(64):
+        expected, thin = run(lambda *v: lazy(*v, batch=1))
+    limit = 7 * (thin.measured_peak_bytes - thin.base_bytes) // 8
+    with only(limit):
+        got, plan = run(lazy)
+    assert plan.measured_peak_bytes - plan.base_bytes <= limit
+    assert plan.n_run < 1.5 * thin.n_run
+    for e, g in zip(expected, got, strict=True):
+        assert float((e - g).abs().max()) <= 1e-12 * max(1e-3, float(e.abs().max()))
+
+
 def test_forced_rows_are_rows():
     model, x = mlp(), torch.randn(4, 64, 32).double()
     koila_step(model, square, (x,), 1)
