@@ -3,8 +3,10 @@ by files like its own. In a container that kills, koila lives where plain PyTorc
 
 import ctypes
 import importlib.util
+import os
 import pathlib
 import sys
+import time
 
 import pytest
 import torch
@@ -194,6 +196,66 @@ def test_where_all_fits_the_system_is_not_asked_for_each_block():
     slices_of(model, x, y)
     after = _core.resident()
     assert after["looks"] - before["looks"] <= 3 and after["trims"] == before["trims"]
+
+
+def small_step(n_reads=0):
+    out = F.linear(lazy(torch.ones(8, 4)), torch.ones(3, 4, requires_grad=True))
+    for _ in range(n_reads):
+        out = out * 2
+        out.sum().item()
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("n_reads", [0, 5])
+def test_steps_and_reads_that_need_little_seldom_ask_the_system(n_reads):
+    small_step(n_reads)
+    before, started = _core.resident()["asked"], time.monotonic()
+    for _ in range(50):
+        small_step(n_reads)
+    passed = time.monotonic() - started
+    assert _core.resident()["asked"] - before <= 1 + passed / 0.1
+
+
+def test_a_step_that_needs_much_of_what_is_free_asks_each_time_and_is_guarded(group, trimmed):
+    model, x, y = made()
+    group(400 * MIB)
+    for _ in range(2):
+        before = _core.resident()
+        slices_of(model, x, y)
+        after = _core.resident()
+        assert after["asked"] > before["asked"] and after["looks"] > before["looks"]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_large_step_right_after_a_small_one_is_planned_with_what_is_free_then(
+    group, trimmed, tmp_path, is_known
+):
+    """The group's usage rises between the two: no answer of before is trusted."""
+    model, x, y = made()
+    if not is_known:
+        x, y = x[:-64], y[:-64]
+    group(700 * MIB)
+    if is_known:
+        assert slices_of(model, x, y)[1] == 1
+    ctypes.CDLL(None).malloc_trim(0)
+    small_step()
+    used = tmp_path / "sys/fs/cgroup/jobs/one/memory.current"
+    limit = int((used.parent / "memory.max").read_text())
+    used.write_text(f"{limit - 64 * MIB}\n")
+    assert slices_of(model, x, y)[1] > 1
+
+
+def test_a_forked_child_asks_the_system_itself():
+    small_step()
+    before = _core.resident()["asked"]
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        small_step()
+        os.write(write, bytes([_core.resident()["asked"] > before]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 1) == b"\1"
 
 
 @pytest.mark.parametrize("amount", [None, {"cpu": None}, {"cuda:0": 10**9}])

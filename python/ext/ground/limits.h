@@ -33,6 +33,10 @@ typedef struct koila__resident_room {
  * all: ask for the machine's free memory and the rlimits too, not only for the limits of control
  * groups. */
 koila__resident_room koila__resident_room_for(uint64_t held, uint64_t budget, bool all);
+/* The same as it was when the system was asked last, if that is a tenth of a second ago at most.
+ * For who needs a small part of it. False: it must be asked. */
+bool koila__resident_room_lately(uint64_t held, uint64_t budget, bool all,
+                                 koila__resident_room *out);
 
 /* `base` was taken without giving back what the C library retains, and may be too high. Does so,
  * and is then exact. False: it was exact already. */
@@ -43,6 +47,8 @@ bool koila__resident_settle(uint64_t held);
 bool koila__resident_begin(const koila__resident_room *room, uint64_t held);
 /* The step ended. planned: the most that it was to hold of torch's bytes. Learns from it. */
 void koila__resident_end(bool inside, uint64_t held, uint64_t planned);
+/* A step that needed little went well, without the two. */
+void koila__resident_went_well(void);
 /* Keep `limit` on resident bytes for whatever torch does, from now on; UINT64_MAX: no longer. */
 void koila__resident_budget(uint64_t limit, uint64_t held);
 /* The same for what this thread allocates. Cheap if nothing changes. */

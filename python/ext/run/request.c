@@ -133,7 +133,7 @@ static next find_part(request *q)
 
 static next find_room(request *q)
 {
-    if (koila__room_for(q->part.graph, &q->room) < 0)
+    if (koila__room_for(q->part.graph, koila__step_is_large(q->key), &q->room) < 0)
         return FAILED;
     q->room.is_budget &= q->ranks == Py_None; /* ranks agree on slices: none cuts again alone */
     if (koila__is_planning()) {               /* what the step reads will be held beside it */
@@ -246,16 +246,25 @@ static next without_plan(request *q, koila_status status, const koila_error *err
     return FAILED;
 }
 
+/* Does the step need more of the room than may rest on what the system said before? */
+static bool asks_anew(const request *q)
+{
+    if (q->c && koila__room_is_ample(&q->room, &q->c->info))
+        return false;
+    koila__step_was_large(q->key);
+    return q->room.is_recalled;
+}
+
 static next find_plan(request *q)
 {
     koila_error err = KOILA_ERROR_INIT;
     koila_status status = KOILA_OK;
+    q->key = koila_graph_hash(q->part.graph);
     if (find_room(q) == FAILED)
         return FAILED;
     const next kept = find_what_to_keep(q);
     if (kept != GO_ON)
         return kept;
-    q->key = koila_graph_hash(q->part.graph);
     const koila__settings set = koila__settings_now();
     q->is_timed = set.fastest && !set.rows && !q->step.retries && !q->rows_agreed;
     if (q->is_timed && q->axes == KOILA_AXES_ROWS)
@@ -269,6 +278,8 @@ static next find_plan(request *q)
     q->c = koila__plan_for(koila__part_give(&q->part), q->part.targets, q->n + q->keeping.n,
                            &q->room, how, &err, &status);
     q->is_timed &= q->c && q->c->info.dim == KOILA_NONE && !q->c->info.n_inner;
+    if (asks_anew(q))
+        return RETRY;
     const bool ran_out = !q->c && status == KOILA_OOM;
     const bool is_cut = q->c && q->c->info.n_slices > 1;
     if ((is_cut || ran_out) && (settle_room(q) || keep_less(q, ran_out)))
@@ -464,23 +475,33 @@ static next executed(request *q)
     return MADE;
 }
 
+/* The plan runs. Resident memory is guarded, where that is limited and the step needs much. */
+static int exec_guarded(request *q, uint64_t base, koila__exec_report *told)
+{
+    const bool is_ample = koila__room_is_ample(&q->room, &q->c->info);
+    const bool is_limited = q->room.resident.limit != UINT64_MAX && !is_ample;
+    const bool inside = is_limited && koila__resident_begin(&q->room.resident, base);
+    const int status =
+        koila__exec_plan(q->tape, &q->part, q->c, q->ranks == Py_None ? NULL : q->ranks,
+                         q->n + q->keeping.n, q->results, told);
+    koila_assert((status < 0) == (PyErr_Occurred() != NULL));
+    if (is_limited)
+        koila__resident_end(inside, koila__cpu_bytes_current(), base + q->c->info.peak_bytes);
+    else if (q->room.resident.limit != UINT64_MAX && status == 0)
+        koila__resident_went_well();
+    return status;
+}
+
 static next execute(request *q)
 {
     koila__exec_report told;
     koila__gpu_count gpu;
-    const uint32_t n = q->n + q->keeping.n;
     const bool is_counted = q->room.gpu >= 0 && koila__gpu_bytes(q->room.gpu, &gpu);
     const uint64_t base = koila__cpu_bytes_current();
     const int window = koila__cpu_bytes_open();
     const double started = seconds_now();
     koila__interrupted = false;
-    const bool is_limited = q->room.resident.limit != UINT64_MAX;
-    const bool inside = is_limited && koila__resident_begin(&q->room.resident, base);
-    const int status = koila__exec_plan(
-        q->tape, &q->part, q->c, q->ranks == Py_None ? NULL : q->ranks, n, q->results, &told);
-    koila_assert((status < 0) == (PyErr_Occurred() != NULL));
-    if (is_limited)
-        koila__resident_end(inside, koila__cpu_bytes_current(), base + q->c->info.peak_bytes);
+    const int status = exec_guarded(q, base, &told);
     q->step.retries += told.retries;
     q->step.n_run += told.n_run;
     const bool ran_out = status < 0 && koila__is_out_of_memory();

@@ -5,6 +5,8 @@
 
 #define MIB 1048576.0
 
+enum { AMPLE_SHARE = 10 }; /* a step that takes one part in so many of the room needs little */
+
 static uint64_t least_of(uint64_t a, uint64_t b) { return a < b ? a : b; }
 static uint64_t minus(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
 
@@ -16,14 +18,18 @@ static void limit_to(koila__room *room, uint64_t limit)
 }
 
 /* The CPU's, or that of a GPU that cannot be read. */
-static void look_at_cpu(koila__room *room)
+static void look_at_cpu(koila__room *room, bool anew)
 {
     const koila__settings set = koila__settings_now();
     const uint64_t budget = set.cpu_budget;
     const bool is_resident = set.resident;
     room->held = koila__cpu_bytes_current();
-    room->resident = koila__resident_room_for(room->held, is_resident ? budget : UINT64_MAX,
-                                              budget == UINT64_MAX);
+    const uint64_t most = is_resident ? budget : UINT64_MAX;
+    const bool all = budget == UINT64_MAX;
+    room->is_recalled =
+        !anew && koila__resident_room_lately(room->held, most, all, &room->resident);
+    if (!room->is_recalled)
+        room->resident = koila__resident_room_for(room->held, most, all);
     if (budget != UINT64_MAX && !is_resident)
         limit_to(room, budget);
     if (room->resident.mapped != UINT64_MAX)
@@ -65,7 +71,7 @@ bool koila__room_without_extra(koila__room *room)
     return true;
 }
 
-int koila__room_for(const koila_graph *part, koila__room *out)
+int koila__room_for(const koila_graph *part, bool anew, koila__room *out)
 {
     *out = (koila__room){
         .bytes = UINT64_MAX, .limit = UINT64_MAX, .gpu = -1, .resident = { .limit = UINT64_MAX }
@@ -79,7 +85,7 @@ int koila__room_for(const koila_graph *part, koila__room *out)
     const int gpu = koila__gpu_of(part);
     const int seen = gpu >= 0 ? koila__gpu_look(gpu, out) : 0;
     if (seen == 0)
-        look_at_cpu(out);
+        look_at_cpu(out, anew);
     return seen < 0 ? -1 : 0;
 }
 
@@ -99,6 +105,18 @@ void koila__room_holds(koila__room *room, uint64_t held)
     if (room->limit != UINT64_MAX)
         room->bytes = room->limit > held ? room->limit - held : 0;
 }
+
+bool koila__room_is_ample(const koila__room *room, const koila_plan_info *info)
+{
+    return info->n_slices == 1 && !info->n_again && !info->n_offloaded && !info->n_inner &&
+           info->peak_bytes <= room->bytes / AMPLE_SHARE;
+}
+
+/* Steps that needed more, by their keys. One that is forgotten for another asks once more. */
+static uint64_t large[64];
+
+bool koila__step_is_large(uint64_t key) { return large[key % KOILA_COUNT(large)] == key; }
+void koila__step_was_large(uint64_t key) { large[key % KOILA_COUNT(large)] = key; }
 
 int koila__held_fits(const char *call)
 {

@@ -134,9 +134,17 @@ typedef struct koila__room {
     bool is_budget;
     /* CPU: where all of the process is limited, and not torch's bytes alone */
     koila__resident_room resident;
+    bool is_recalled; /* CPU: the system was not asked, for it was a moment ago */
 } koila__room;
-/* -1 with UnsupportedError while the GPU's work is captured into a graph. */
-int koila__room_for(const koila_graph *part, koila__room *out);
+/* anew: the system is asked in any case. -1 with UnsupportedError while the GPU's work is captured
+ * into a graph. */
+int koila__room_for(const koila_graph *part, bool anew, koila__room *out);
+/* Is the plan's need small beside the room? Such a step does not ask for free memory, and runs
+ * without the guard of resident memory, if the system was asked a moment ago. */
+bool koila__room_is_ample(const koila__room *room, const koila_plan_info *info);
+/* The step of this key needs more than that, as far as is known. */
+bool koila__step_is_large(uint64_t key);
+void koila__step_was_large(uint64_t key);
 /* The same without the bytes that are left free because libraries may take them: for a step that
  * else does not fit at all. False: there are none. */
 bool koila__room_without_extra(koila__room *room);
