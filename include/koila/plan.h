@@ -48,6 +48,8 @@ enum { /* koila_instr.flags */
        KOILA_INSTR_OWNED = 1,
        KOILA_INSTR_LAST = 2,  /**< FETCH: the last use of the kept piece */
        KOILA_INSTR_ADDED = 4, /**< ADD: the inner step has added to the accumulator already */
+       /** RUN of a module as it is: nothing in this loop reads its graph, so it makes none */
+       KOILA_INSTR_NO_GRAPH = 8,
 };
 
 typedef struct koila_instr {

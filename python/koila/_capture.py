@@ -194,6 +194,13 @@ _not_really_random = {
     *_attention.forwards,
     *_attention.backwards,
 }
+_WITH_A_VALUE_OF_EACH_SLICE = (
+    "mkldnn_rnn_layer",
+    "_cudnn_rnn",
+    "miopen_rnn",
+    "koila::packed_rnn",
+    "koila::opaque_kept",
+)
 
 
 def _rules_of(func: Any) -> dict[type, Any] | None:
@@ -222,7 +229,7 @@ def describe(func: Any) -> tuple[Any, ...]:
     flags = _F_VIEW * func.is_view | _F_INPLACE * writes | _F_RANDOM * random
     if schema.name in ("aten::empty_strided", "aten::full"):
         flags |= _F_FACTORY
-    if base in ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "koila::packed_rnn"):
+    if base in _WITH_A_VALUE_OF_EACH_SLICE:
         flags |= _F_OPAQUE
     if len(schema.returns) == 0:
         result_kind = 3

@@ -19,6 +19,7 @@ from torch.utils import _device, _pytree as pytree
 from . import _core, _replica, _sharded
 from ._errors import UnsupportedError
 from ._own_operators import OwnOperator, own_operators
+from ._torch import untyped_storage
 
 
 class _Exchanges:
@@ -70,30 +71,118 @@ def _autocast_now() -> tuple[tuple[str, torch.dtype], ...]:
     )
 
 
+class _Graph:
+    """The autograd graph of one slice, from its forward to its backward."""
+
+    __slots__ = ("edges", "leaves")
+
+    def __init__(self, results: list[torch.Tensor], leaves: list[torch.Tensor]) -> None:
+        edge = torch.autograd.graph.get_gradient_edge
+        # Edges rather than results, whose memory lives as long as the plan says.
+        self.edges = [edge(r) if r.requires_grad else None for r in results]
+        self.leaves = leaves
+
+    def gradients(
+        self, given: list[int], grads: list[torch.Tensor], wanted: list[int]
+    ) -> list[torch.Tensor | None]:
+        pairs = [(e, g) for i, g in zip(given, grads) if (e := self.edges[i]) is not None]
+        leaves = [self.leaves[i] for i in wanted]
+        if not pairs or not leaves:
+            return [None] * len(leaves)
+        edges, gradients = [e for e, _ in pairs], [g for _, g in pairs]
+        return list(torch.autograd.grad(edges, leaves, gradients, allow_unused=True))
+
+
+class _Held:
+    """The bytes that a slice's graph holds from forward to backward, beyond the arguments and the
+    results: measured, to be planned with in the next step."""
+
+    def __init__(self) -> None:
+        self._per_row = 0
+        self._measured: dict[int, int] = {}  # rows: bytes, since a step was recorded last
+
+    def saw(self, rows: int, n_bytes: int) -> None:
+        self._measured[max(rows, 1)] = max(n_bytes, 0)
+
+    def per_row(self) -> int:
+        """Of the largest slices, since other ones are those that were left over. At least one byte,
+        for a graph without any would be a value that does not exist."""
+        if self._measured:
+            rows, n_bytes = max(self._measured.items())
+            self._measured.clear()
+            per_row = -(-n_bytes // rows)
+            if abs(per_row - self._per_row) > self._per_row // 256:  # else the plan stays valid
+                self._per_row = per_row
+        return max(self._per_row, 1)
+
+
+def _bytes_now(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return int(_core.cpu_bytes_current())
+
+
+def _storage(t: torch.Tensor) -> int:
+    return int(untyped_storage(t)._cdata)
+
+
+_ALONE = 2  # a tensor's memory is used by the tensor, and by who asks
+
+
+def _n_users(t: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(untyped_storage(t)._cdata))
+
+
+def _has_own_memory(t: torch.Tensor, taken: set[int]) -> bool:
+    """Is t dense, with memory that is in none of `taken`? Then it is from now on."""
+    storage = untyped_storage(t)
+    if storage._cdata in taken or storage.nbytes() != t.numel() * t.element_size():
+        return False
+    taken.add(storage._cdata)
+    return True
+
+
+_Shapes = list[tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes of results
+
+# What `kinds` says of an argument or a result (rules_custom.c).
+EITHER, ROWS, WHOLE, SUM = range(4)
+
+
 class _Call:
     """A call of an opaque function without its tensors.
 
     Recorded operators refer to it by `key`. It lives as long as the function, and as long as a step
-    holds such an operator. `needed`: which parameters need gradients. `results`: the nesting of the
-    results, and which of them are tensors rather than None. `shapes`: for a sharded module, the
-    shapes and dtypes of its results by those of its inputs. `device` and `autocast`: the
-    program's default device and autocast at the call, for the function runs later, where others may
-    be set.
+    holds such an operator.
+
+    needed: which parameters need gradients; differentiated: which arguments do, then which
+        parameters.
+    kinds: of each argument, then of each result.
+    results: the nesting of the results, and which of them are tensors rather than None.
+    of_rows: what the results are for two rows; shapes: for a sharded module, the same by its
+        inputs.
+    device, autocast: the program's default device and autocast at the call, for the function runs
+        later, where others may be set.
+    held: what waits for the backward; shared: the results that share memory with that.
     """
 
     __slots__ = (
         "__weakref__",
         "autocast",
         "device",
+        "differentiated",
         "function",
+        "held",
         "key",
+        "kinds",
         "module",
         "names",
         "needed",
+        "of_rows",
         "rebuild",
         "results",
         "shapes",
         "shards",
+        "shared",
     )
 
     def __init__(
@@ -103,13 +192,18 @@ class _Call:
         module: torch.nn.Module | None,
         needed: dict[str, bool],
         shards: list[torch.Tensor],
+        differentiated: list[bool],
+        kinds: list[int],
     ) -> None:
         self.function, self.rebuild, self.module = function, rebuild, module
         self.names, self.needed, self.shards = list(needed), list(needed.values()), shards
+        self.differentiated, self.kinds, self.held = differentiated, kinds, _Held()
+        self.shared: set[int] = set()
         self.device = _device.CURRENT_DEVICE
         self.autocast = _autocast_now()
         self.results: tuple[Any, list[bool]] | None = None
-        self.shapes: dict[Any, list[tuple[tuple[int, ...], torch.dtype]]] = {}
+        self.of_rows: _Shapes | None = None
+        self.shapes: dict[Any, _Shapes] = {}
         self.key = next(_keys)
         _calls[self.key] = self
 
@@ -188,12 +282,13 @@ def ranks_of(keys: list[int]) -> _sharded.Ranks | None:
 
 
 def _forward(
-    inputs: list[torch.Tensor], parameters: list[torch.Tensor], key: int
+    inputs: list[torch.Tensor], parameters: list[torch.Tensor], kinds: list[int], key: int
 ) -> list[torch.Tensor]:
     call = _calls[key]
     with torch.no_grad(), call.alone():
         results = call(inputs, None if call.own(parameters) is not None else parameters)
-    return [r.clone() if any(r is i for i in inputs) or r._is_view() else r for r in results]
+    given = {_storage(t) for t in [*inputs, *parameters]}
+    return [r if _has_own_memory(r, given) else r.contiguous().clone() for r in results]
 
 
 class _WithAutograd:
@@ -223,79 +318,175 @@ class _WithAutograd:
             torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
 
 
+def _run_with_graph(
+    call: _Call, inputs: list[torch.Tensor], parameters: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Run the call above autograd, inside `alone`: its results, and the leaves of their graph, for
+    the inputs and the parameters."""
+    own = call.own(parameters)
+    given = inputs if own is not None else [*inputs, *parameters]
+    leaves = [t.detach().requires_grad_(needed) for t, needed in zip(given, call.differentiated)]
+    n = len(inputs)
+    return call(leaves[:n], None if own is not None else leaves[n:]), [*leaves, *(own or [])]
+
+
+def _forward_kept(
+    inputs: list[torch.Tensor],
+    parameters: list[torch.Tensor],
+    kinds: list[int],
+    held: int,
+    shared: list[int],
+    key: int,
+) -> list[torch.Tensor]:
+    """The results, and an empty tensor that has the graph as an attribute."""
+    call, device = _calls[key], inputs[0].device
+    token = torch.empty(0, dtype=torch.uint8, device=device)
+    if not _core.wants_graph():
+        return [*_forward(inputs, parameters, kinds, key), token]
+    before = _bytes_now(device)
+    with _WithAutograd(), call.alone():
+        results, leaves = _run_with_graph(call, inputs, parameters)
+        graph = _Graph(results, leaves)
+    taken = {_storage(t) for t in [*inputs, *parameters]}
+    out = [r.detach() for r in results]
+    del results, leaves
+    for i, r in enumerate(out):
+        if not _has_own_memory(r, taken):
+            out[i] = r.contiguous().clone()
+        elif _n_users(r) > _ALONE and i not in shared:
+            # The graph has it too: from the next step on the plan knows, and nothing is copied.
+            if SUM not in kinds[len(inputs) + i :][:1]:
+                call.shared.add(i)
+            out[i] = r.clone()
+    n_bytes = sum({_storage(r): untyped_storage(r).nbytes() for r in out}.values())
+    call.held.saw(len(inputs[0]), _bytes_now(device) - before - n_bytes)
+    token._koila_graph = [graph]  # type: ignore[attr-defined]
+    return [*out, token]
+
+
+# Whole because it has as many arguments as a call of autograd.
 def _backward_of(
-    grads: list[torch.Tensor], inputs: list[torch.Tensor], parameters: list[torch.Tensor], key: int
+    grads: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    parameters: list[torch.Tensor],
+    kept: list[torch.Tensor],
+    given: list[int],
+    wanted: list[int],
+    kinds: list[int],
+    key: int,
 ) -> list[torch.Tensor]:
     call = _calls[key]
+    waiting: list[_Graph] = kept[-1]._koila_graph if kept else []  # type: ignore[attr-defined]
     with _WithAutograd(), call.alone():
-        own = call.own(parameters)
-        fresh = [
-            t.detach().requires_grad_(t.is_floating_point() or t.is_complex())
-            for t in (inputs if own is not None else [*inputs, *parameters])
-        ]
-        fresh += own or []
-        results = call(fresh[: len(inputs)], None if own is not None else fresh[len(inputs) :])
-        pairs = [(r, g) for r, g in zip(results, grads) if r.requires_grad]
-        wanted = [t for t in fresh if t.requires_grad]
-        found: Iterator[torch.Tensor | None]
-        if not pairs:
-            found = iter([None] * len(wanted))
-        elif call.shards:  # a sharded module adds to the .grad of its own parameters
-            found = iter(
-                _sharded.gradients(call.shards, pairs, wanted[: len(wanted) - len(parameters)])
-            )
+        if waiting:
+            graph = waiting.pop()
         else:
-            found = iter(
-                torch.autograd.grad(
-                    [r for r, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True
+            results, leaves = _run_with_graph(call, inputs, parameters)
+            graph = _Graph(results, leaves)
+            if call.shards:
+                return _sharded_gradients(
+                    call, results, grads, given, leaves[: len(inputs)], parameters, wanted
                 )
-            )
+            del results, leaves
+        found = graph.gradients(given, grads, wanted)
+    del graph
+    all_given = [*inputs, *parameters]
+    taken = {_storage(t) for t in [*grads, *all_given]}
     out = []
-    for t in fresh:
-        g = next(found) if t.requires_grad else None
-        out.append(torch.zeros_like(t) if g is None else g.detach().clone())
+    for i, at in enumerate(wanted):
+        g, found[i] = found[i], None
+        if g is None:
+            g = torch.zeros_like(all_given[at])
+        elif not _has_own_memory(g, taken) or _n_users(g) > _ALONE:
+            g = g.clone()
+        out.append(g.detach())
     return out
+
+
+def _sharded_gradients(
+    call: _Call,
+    results: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    given: list[int],
+    inputs: list[torch.Tensor],
+    parameters: list[torch.Tensor],
+    wanted: list[int],
+) -> list[torch.Tensor]:
+    """A sharded module adds to the .grad of its own parameters. Returns the gradients of the
+    inputs and of this rank's part of each parameter."""
+    pairs = [(results[i], g) for i, g in zip(given, grads) if results[i].requires_grad]
+    leaves = [t for t in inputs if t.requires_grad]
+    found = iter(_sharded.gradients(call.shards, pairs, leaves))
+    of_inputs = [next(found) if t.requires_grad else None for t in inputs]
+    all_found = list(zip([*of_inputs, *found], [*inputs, *parameters]))
+    return [
+        torch.zeros_like(t) if g is None else g.detach().clone()
+        for g, t in (all_found[i] for i in wanted)
+    ]
 
 
 @own_operators("CPU", "CUDA")
 def _operators() -> list[OwnOperator]:
-    """koila::opaque and koila::opaque_backward. id: of the call, in _calls."""
-    forward = "opaque(Tensor[] inputs, Tensor[] parameters, int id) -> Tensor[]"
-    backward = (
-        "opaque_backward(Tensor[] grads, Tensor[] inputs, Tensor[] parameters, int id) -> Tensor[]"
-    )
+    """See src/placement/rules_custom.c. id: of the call, in _calls."""
+    forward = "(Tensor[] inputs, Tensor[] parameters, int[] kinds, "
     return [
-        OwnOperator(forward, _forward, _fake_forward),
-        OwnOperator(backward, _backward_of, _fake_backward),
+        OwnOperator(f"opaque{forward}int id) -> Tensor[]", _forward, _fake_forward),
+        OwnOperator(
+            f"opaque_kept{forward}int held, int[] shared, int id) -> Tensor[]",
+            _forward_kept,
+            _fake_kept,
+        ),
+        OwnOperator(
+            "opaque_backward(Tensor[] grads, Tensor[] inputs, Tensor[] parameters, Tensor[] kept, "
+            "int[] given, int[] wanted, int[] kinds, int id) -> Tensor[]",
+            _backward_of,
+            _fake_backward,
+        ),
     ]
 
 
 def _fake_backward(
-    grads: list[torch.Tensor], inputs: list[torch.Tensor], parameters: list[torch.Tensor], id: int
+    grads: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    parameters: list[torch.Tensor],
+    kept: list[torch.Tensor],
+    given: list[int],
+    wanted: list[int],
+    kinds: list[int],
+    id: int,
 ) -> list[torch.Tensor]:
-    return [torch.empty_like(t) for t in [*inputs, *parameters]]
+    all_given = [*inputs, *parameters]
+    return [torch.empty_like(all_given[i]) for i in wanted]
 
 
 def _fake_forward(
-    inputs: list[torch.Tensor], parameters: list[torch.Tensor], id: int
+    inputs: list[torch.Tensor], parameters: list[torch.Tensor], kinds: list[int], id: int
 ) -> list[torch.Tensor]:
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    shapes = _calls[id].shapes.get(_sharded.shapes_key(inputs))
-    if shapes is None:
-        with unset_fake_temporarily():
-            shapes = _shapes_of_rows(inputs, parameters, id)
+    call = _calls[id]
+    shapes = call.of_rows or call.shapes[_sharded.shapes_key(inputs)]
+    n_rows = inputs[0].shape[0]
     return [
-        inputs[0].new_empty((inputs[0].shape[0], *shape[1:]), dtype=dtype)
-        for shape, dtype in shapes
+        inputs[0].new_empty(shape if kind == SUM else (n_rows, *shape[1:]), dtype=dtype)
+        for (shape, dtype), kind in itertools.zip_longest(shapes, kinds[len(inputs) :])
     ]
 
 
-def _shapes_of_rows(
-    inputs: list[torch.Tensor], parameters: list[torch.Tensor], id: int
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of the results, from a run on two real rows of zeros, because a compiled
-    module or a custom kernel has no shape function."""
+def _fake_kept(
+    inputs: list[torch.Tensor],
+    parameters: list[torch.Tensor],
+    kinds: list[int],
+    held: int,
+    shared: list[int],
+    id: int,
+) -> list[torch.Tensor]:
+    results = _fake_forward(inputs, parameters, kinds, id)
+    return [*results, inputs[0].new_empty((len(inputs[0]), held), dtype=torch.uint8)]
+
+
+def _shapes_of_rows(inputs: list[torch.Tensor], parameters: list[torch.Tensor], id: int) -> _Shapes:
+    """Shapes and dtypes of the results, from a run on two real rows of zeros, because a custom
+    kernel has no shape function. What a graph of them holds is the first guess at what larger
+    slices will hold."""
     batch = inputs[0].shape[0]
     rows = min(2, batch)
     call = _calls[id]
@@ -311,14 +502,24 @@ def _shapes_of_rows(
             for t in inputs
         ]
         zeros = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in parameters]
-        replica = None
+        instead = getattr(call.function, "_torchdynamo_orig_callable", None)
         if call.module is not None and not call.shards:
-            replica = _replica.evaluating(call.module, call.names, zeros)
-        seen = None if replica is not None else call.module
-        with torch.no_grad(), call.alone() if seen is not None else contextlib.nullcontext():
-            with _evaluating(seen):
-                results = call(real, zeros, replica)
-    return [(tuple(r.shape), r.dtype) for r in results]
+            instead = _replica.evaluating(call.module, call.names, zeros)
+        seen = None if instead is not None else call.module
+        grad = any(call.differentiated) and not call.shards
+        for t, needed in zip([*real, *zeros] if grad else [], call.differentiated):
+            t.requires_grad_(needed)
+        with contextlib.ExitStack() as settings:
+            settings.enter_context(_WithAutograd() if grad else torch.no_grad())
+            if seen is not None:
+                settings.enter_context(call.alone())
+            settings.enter_context(_evaluating(seen))
+            before = _bytes_now(real[0].device)
+            results = call(real, zeros, instead)
+            held = _bytes_now(real[0].device) - before
+    shapes = [(tuple(r.shape), r.dtype) for r in results]
+    call.held.saw(rows, held - sum(r.numel() * r.element_size() for r in results))
+    return shapes
 
 
 @contextlib.contextmanager
@@ -339,26 +540,46 @@ def _evaluating(module: torch.nn.Module | None) -> Iterator[None]:
 class _Opaque(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, n_inputs: int, *tensors: torch.Tensor) -> Any:
-        ctx.call, ctx.n_inputs = call, n_inputs
-        ctx.save_for_backward(*tensors)
-        return tuple(
-            _operators().opaque(list(tensors[:n_inputs]), list(tensors[n_inputs:]), call.key)
-        )
+        ctx.call, ctx.n_inputs, ctx.shared = call, n_inputs, sorted(call.shared)
+        ctx.used = False
+        ctx.set_materialize_grads(False)
+        arguments = list(tensors[:n_inputs]), list(tensors[n_inputs:]), call.kinds
+        if call.shards or not any(call.differentiated):
+            ctx.save_for_backward(*tensors)
+            return tuple(_operators().opaque(*arguments, call.key))
+        held = call.held.per_row()
+        *results, graph = _operators().opaque_kept(*arguments, held, ctx.shared, call.key)
+        ctx.save_for_backward(*tensors, *(results[i] for i in ctx.shared), graph)
+        return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        tensors = ctx.saved_tensors
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        call, saved, n = ctx.call, ctx.saved_tensors, ctx.n_inputs
+        n_tensors = len(ctx.needs_input_grad) - 2
+        tensors, kept = saved[:n_tensors], saved[n_tensors:]
+        given = [i for i, g in enumerate(grads) if g is not None]
+        wanted = [
+            i
+            for i, (t, needed) in enumerate(zip(tensors, ctx.needs_input_grad[2:]))
+            if (needed or call.shards) and (t.is_floating_point() or t.is_complex())
+        ]
+        if not given:
+            return (None,) * len(ctx.needs_input_grad)
         found = _operators().opaque_backward(
-            list(grads), list(tensors[: ctx.n_inputs]), list(tensors[ctx.n_inputs :]), ctx.call.key
+            [grads[i] for i in given],
+            list(tensors[:n]),
+            list(tensors[n:]),
+            # A graph is used up by its first backward; a second one runs the module again.
+            [] if ctx.used else list(kept),
+            given,
+            wanted,
+            call.kinds,
+            call.key,
         )
-        return (
-            None,
-            None,
-            *(
-                g if t.is_floating_point() or t.is_complex() else None
-                for g, t in zip(found, tensors)
-            ),
-        )
+        ctx.used = True
+        of = dict(zip(wanted, found))
+        return None, None, *(of.get(i) for i in range(n_tensors))
 
 
 class _Runner:
@@ -385,17 +606,15 @@ class _Runner:
             named = _exchanges.own_parameters(self._module)
             parameters = list(named.values())
             needed = {name: p.requires_grad for name, p in named.items()}
-        call = self._call(
-            [None if isinstance(x, torch.Tensor) else x for x in leaves],
-            structure,
-            at,
-            needed,
-            shards,
-        )
+        constants = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+        call = self._call(constants, structure, at, tensors, needed, shards)
         if shards:
             _sharded.rows_shapes(
                 call, tensors, lambda: _shapes_of_rows(tensors, parameters, call.key)
             )
+        elif call.of_rows is None:
+            with _sharded.looking_up():
+                call.of_rows = _shapes_of_rows(tensors, parameters, call.key)
         results = _Opaque.apply(call, len(tensors), *tensors, *parameters)  # type: ignore[no-untyped-call]
         for r in results[:1]:
             # The finalizer (any would do: id) keeps `call` alive until the step is gone.
@@ -407,11 +626,12 @@ class _Runner:
         constants: list[Any],
         structure: Any,
         at: list[int],
+        tensors: list[torch.Tensor],
         needed: dict[str, bool],
         shards: list[torch.Tensor],
     ) -> _Call:
         """The `_Call` for these arguments. An equal call gets the same one, so that the recorder
-        reuses its shapes and its plan."""
+        reuses its shapes and its plan, and what it has measured."""
 
         def rebuild(tensors: list[torch.Tensor]) -> Any:
             values = list(constants)
@@ -419,25 +639,38 @@ class _Runner:
                 values[i] = t
             return pytree.tree_unflatten(values, structure)
 
+        grad = torch.is_grad_enabled()
+        flags = [*(t.requires_grad for t in tensors), *needed.values()]
+        if shards:
+            flags = [t.is_floating_point() or t.is_complex() for t in [*tensors, *shards]]
+        differentiated = [grad and flag for flag in flags]
+        n_rows = tensors[0].shape[:1]
         training = self._module is not None and self._module.training
         alike = (
             repr(structure),
             tuple(at),
             training,
-            tuple(needed.items()),
+            tuple(needed),
+            tuple(differentiated),
             tuple(map(id, shards)),
+            tuple((t.dtype, t.shape[t.shape[:1] == n_rows :]) for t in tensors),
             tuple((type(c), c) for c in constants),
             _device.CURRENT_DEVICE,
             _autocast_now(),
         )
         try:
-            call = self._known.get(alike)
+            call, is_hashable = self._known.get(alike), True
         except TypeError:  # an argument without a hash
-            return _Call(self._function, rebuild, self._module, needed, shards)
+            call, is_hashable = None, False
         if call is None:
+            kinds = [EITHER] * len(tensors)
+            call = _Call(
+                self._function, rebuild, self._module, needed, shards, differentiated, kinds
+            )
             if len(self._known) >= _MAX_KNOWN:  # an argument that is another one each time
                 self._known.clear()
-            call = self._known[alike] = _Call(self._function, rebuild, self._module, needed, shards)
+            if is_hashable:
+                self._known[alike] = call
         return call
 
 
@@ -474,11 +707,13 @@ def opaque(fn: Callable[..., Any]) -> Callable[..., Any]:
         results may depend on the same row of the arguments, on whole arguments and on the
         parameters only.
 
-    Backward runs fn again on each slice. Buffers that fn writes and random numbers that it draws
-    are not managed: they change once per slice and run. Without lazy arguments fn is called
-    directly. A sharded module runs its collectives once per slice: the ranks agree on the number of
-    slices before a step runs, and raise together where they cannot agree, or where one of them
-    fails outside of the module.
+    The autograd graph of a slice waits for its backward; the bytes that it holds are measured, and
+    planned with from the second step on. Where a plan has forward and backward in different loops,
+    fn runs in each of them. Buffers that fn writes and random numbers that it draws are not
+    managed: they change once per slice and run. Without lazy arguments fn is called directly. A
+    sharded module runs again for its backward, and its collectives once per slice and run: the
+    ranks agree on the number of slices before a step runs, and raise together where they cannot
+    agree, or where one of them fails outside of the module.
 
     Returns: for a module an `OpaqueModule`, which can be a part of a model; for a function a
         function.

@@ -134,14 +134,20 @@ def rows_shapes(call: Any, inputs: list[torch.Tensor], find: Callable[[], Any]) 
     different shapes (a last batch of fewer rows, longer sentences)."""
     kind = shapes_key(inputs)
     if _largest(_meshes_of(call.shards), [kind not in call.shapes])[0]:
-        guards = _run.guards()
-        _core.hold_factories(True)
-        try:
-            with _no_limit():
-                call.shapes[kind] = find()
-        finally:
-            _core.hold_factories(False)
-            del guards
+        with looking_up(), _no_limit():
+            call.shapes[kind] = find()
+
+
+@contextlib.contextmanager
+def looking_up() -> Iterator[None]:
+    """For a run that is no part of the program: nothing of it is recorded, or seen by a mode."""
+    guards = _run.guards()
+    _core.hold_factories(True)
+    try:
+        yield
+    finally:
+        _core.hold_factories(False)
+        del guards
 
 
 def shapes_key(inputs: list[torch.Tensor]) -> Any:

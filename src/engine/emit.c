@@ -287,7 +287,18 @@ typedef struct emission {
     const koila_sig_info *s;
     uint16_t steal;               /* bits: see koila_instr */
     koila__event_kind free_event; /* ends a storage of this scope */
+    koila_value no_graph; /* the graph of a module that nothing reads; KOILA_NONE: no such */
 } emission;
+
+/* The graph of a module that runs as it is, where no backward in this scope reads it. */
+static koila_value unread_graph(const work_state *w, const emission *x)
+{
+    if (!(koila_op_facts(w->g->table, x->s->op) & KOILA_FACT_OPAQUE_CALL) ||
+        !(koila_op_flags(w->g->table, x->s->op) & KOILA_OP_OPAQUE))
+        return KOILA_NONE;
+    const koila_value graph = w->span[x->n].out_end - 1;
+    return exists(w, graph) && w->last_use[graph] == x->number ? graph : KOILA_NONE;
+}
 
 /* Makes the missing inputs that a node of a loop reads. */
 static koila_status emit_inputs(work_state *w, const emission *x)
@@ -327,9 +338,10 @@ static void begin_results(work_state *w, const emission *x)
             continue;
         }
         /* a view of a leaf or of a whole value owns nothing */
-        begin_value(w->s, v, of_input ? OWNER_NONE : OWNER_SCOPE);
+        const bool is_none = of_input || v == x->no_graph;
+        begin_value(w->s, v, is_none ? OWNER_NONE : OWNER_SCOPE);
         w->s[v].shared = w->p->node[x->n].sums;
-        if (!of_input)
+        if (!is_none)
             event(w, x->j != KOILA_NONE ? KOILA__LOCAL_ALLOC : KOILA__WHOLE_ALLOC, v);
     }
 }
@@ -393,9 +405,13 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
     for (uint32_t k = 0; k < x.s->n_writes; k++)
         if (steals(w, n, number, k))
             x.steal |= (uint16_t)(1u << k);
+    x.no_graph = unread_graph(w, &x);
     begin_results(w, &x);
     event(w, KOILA__RUN, n);
-    emit(w, (koila_instr){ .kind = KOILA_DO_RUN, .id = n, .steal = x.steal });
+    emit(w, (koila_instr){ .kind = KOILA_DO_RUN,
+                           .flags = x.no_graph == KOILA_NONE ? 0 : KOILA_INSTR_NO_GRAPH,
+                           .id = n,
+                           .steal = x.steal });
     end_inputs(w, &x);
     end_results(w, &x);
     return KOILA_OK;

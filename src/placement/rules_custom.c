@@ -166,47 +166,128 @@ bool koila__rule_user(koila__case *c)
     return false;
 }
 
-/* koila::opaque(inputs, parameters, id) -> results: rows are independent along dim 0 of every
- * batched input and of every result. koila::opaque_backward(grads, inputs, parameters, id) ->
- * gradients of inputs, then of parameters: those of rows are rows, all others are sums. */
-static bool rows_of_dim_0(koila__case *c, uint32_t first, uint32_t n, koila_placement lead)
+/* koila::opaque(inputs, parameters, kinds, id) -> results
+ * koila::opaque_kept(inputs, parameters, kinds, held, id) -> results, graph
+ * koila::opaque_backward(grads, inputs, parameters, kept, given, wanted, kinds, id) -> gradients
+ *
+ * A module or function that runs as it is. Rows are independent along dimension 0 of what is
+ * batched, and parameters are whole.
+ *   kinds   says of each input, then of each result, what it is
+ *   graph   stands for the autograd graph of one slice: `held` bytes a row that wait for its
+ *           backward; it is opaque, Note [Opaque]
+ *   kept    results that share memory with the graph, then the graph; an empty list: the backward
+ *           runs the module again
+ *   given   the results that have a gradient, in the order of `grads`
+ *   wanted  the inputs and parameters, counted together, whose gradients are made: those of rows
+ *           are rows, all others are sums
+ */
+enum { EITHER, ROWS, ALL, SUM };
+
+/* Entry i of the list of ints at position pos; -1: there is none. */
+static int64_t entry(const koila__case *c, uint32_t pos, uint32_t i)
+{
+    const koila_arg *a = koila__arg(c, pos);
+    if (!a || a->kind != KOILA_ARG_LIST || i >= a->n || a[1 + i].kind != KOILA_ARG_INT)
+        return -1;
+    return a[1 + i].u.i;
+}
+
+/* Sliced rows along dimension 0 among the first n inputs; KOILA_NONE: the call is not cut. */
+static uint32_t lead_of_rows(const koila__case *c, uint32_t n)
+{
+    const uint32_t lead = koila__lead_among(c, n);
+    const bool is_cut =
+        !koila__any_p(c) && lead != KOILA_NONE && c->in[lead].dim == 0 && c->in[lead].outer == 1;
+    return is_cut ? lead : KOILA_NONE;
+}
+
+/* Inputs [first, first + n) of the module, of which entry i of `kinds` at pos tells input i. */
+static bool need_inputs(koila__case *c, uint32_t pos, uint32_t first, uint32_t n, koila_placement p)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        const koila_placement is = c->in[first + i];
+        const int64_t kind = entry(c, pos, i);
+        if (kind == ROWS ? !koila__need(c, first + i, p)
+                         : !koila__is_r(is) && (kind != EITHER || !koila__placement_equal(is, p)))
+            return false;
+    }
+    return true;
+}
+
+static bool are_whole(const koila__case *c, uint32_t first, uint32_t n)
 {
     for (uint32_t i = first; i < first + n; i++)
-        if (!koila__is_r(c->in[i]) &&
-            (!koila__is_s(c->in[i]) || !koila__placement_equal(c->in[i], lead)))
+        if (!koila__is_r(c->in[i]))
             return false;
     return true;
 }
 
-bool koila__rule_opaque(koila__case *c)
+/* The first n results, as `kinds` tells. */
+static bool place_results(koila__case *c, uint32_t n, uint32_t n_inputs, koila_placement p)
 {
-    const uint32_t lead = koila__lead(c);
-    uint32_t first, n;
-    if (koila__any_p(c) || lead == KOILA_NONE || c->in[lead].dim != 0 || c->in[lead].outer != 1)
+    for (uint32_t j = 0; j < n; j++) {
+        if (!c->out_meta[j])
+            continue;
+        c->out[j] = entry(c, 2, n_inputs + j) == SUM ? koila__p(c, KOILA_SUM) : p;
+        if (koila__is_s(c->out[j]) && !koila__fits(c, p, c->out_meta[j]))
+            return false;
+    }
+    return true;
+}
+
+static bool forward(koila__case *c, uint32_t n_results)
+{
+    uint32_t at, n_inputs, first, n;
+    if (!koila__arg_tensors(c, 0, &at, &n_inputs) || !koila__arg_tensors(c, 1, &first, &n))
         return false;
-    if (!koila__arg_tensors(c, 0, &first, &n) || !rows_of_dim_0(c, 0, c->n_in, c->in[lead]))
+    const uint32_t lead = lead_of_rows(c, n_inputs);
+    return lead != KOILA_NONE && are_whole(c, first, n) &&
+           need_inputs(c, 2, at, n_inputs, c->in[lead]) &&
+           place_results(c, n_results, n_inputs, c->in[lead]);
+}
+
+bool koila__rule_opaque(koila__case *c) { return forward(c, c->n_out); }
+
+bool koila__rule_opaque_kept(koila__case *c)
+{
+    if (!c->n_out || !forward(c, c->n_out - 1))
         return false;
-    return koila__out_all(c, c->in[lead]);
+    c->out[c->n_out - 1] = koila__opaque(c);
+    return true;
+}
+
+/* Results that the graph shares are rows like the gradients, and the graph is that of the slice. */
+static bool need_kept(koila__case *c, uint32_t first, uint32_t n, koila_placement p)
+{
+    for (uint32_t i = first; i + 1 < first + n; i++)
+        if (!koila__need(c, i, p))
+            return false;
+    return !n || koila__is_opaque(c->in[first + n - 1]);
 }
 
 bool koila__rule_opaque_backward(koila__case *c)
 {
-    const uint32_t lead = koila__lead(c);
-    uint32_t n_grads, n_inputs, first;
-    if (koila__any_p(c) || lead == KOILA_NONE || c->in[lead].dim != 0 || c->in[lead].outer != 1)
+    uint32_t first, at, n_grads, n_inputs, n_kept, n;
+    if (!koila__arg_tensors(c, 0, &first, &n_grads) || !koila__arg_tensors(c, 1, &at, &n_inputs))
         return false;
-    if (!koila__arg_tensors(c, 0, &first, &n_grads) ||
-        !koila__arg_tensors(c, 1, &first, &n_inputs) || !rows_of_dim_0(c, 0, c->n_in, c->in[lead]))
+    const uint32_t lead = lead_of_rows(c, n_grads + n_inputs);
+    if (lead == KOILA_NONE || !need_inputs(c, 6, at, n_inputs, c->in[lead]) ||
+        !koila__arg_tensors(c, 2, &first, &n) || !are_whole(c, first, n) ||
+        !koila__arg_tensors(c, 3, &first, &n_kept) || !need_kept(c, first, n_kept, c->in[lead]))
         return false;
-    for (uint32_t i = 0; i < n_grads; i++)
-        /* a whole gradient is sliced like the results */
-        if (!koila__need(c, i, c->in[lead]))
+    for (uint32_t i = 0; i < n_grads; i++) {
+        const bool is_sum = entry(c, 6, n_inputs + (uint32_t)entry(c, 4, i)) == SUM;
+        if (is_sum ? !koila__is_r(c->in[i]) : !koila__need(c, i, c->in[lead]))
             return false;
+    }
     for (uint32_t j = 0; j < c->n_out; j++) {
+        const int64_t of = entry(c, 5, j);
+        const bool is_input = of >= 0 && of < (int64_t)n_inputs;
         if (!c->out_meta[j])
             continue;
-        c->out[j] = j < n_inputs && koila__is_s(c->in[n_grads + j]) ? c->in[n_grads + j]
-                                                                    : koila__p(c, KOILA_SUM);
+        const bool is_rows =
+            is_input && (koila__is_s(c->in[at + of]) || entry(c, 6, (uint32_t)of) == ROWS);
+        c->out[j] = is_rows ? c->in[lead] : koila__p(c, KOILA_SUM);
     }
     return true;
 }

@@ -66,6 +66,24 @@ static int run_shared(exec *x, const koila_instr *in, bool in_loop)
     return status;
 }
 
+/* Bytes of the graph that the backward of a module which runs as it is uses up. They are the plan's
+ * until it is over: what is freed inside is room that the plan does not count on. */
+static uint64_t used_up_by(const exec *x, const koila_instr *in, bool in_loop)
+{
+    enum { KEPT = 3 }; /* position of the list that ends with the graph */
+    const koila_sig_info *s = koila_sig_get(x->table, koila_node_get(x->g, in->id).sig);
+    if (!(koila_op_facts(x->table, s->op) & KOILA_FACT_OPAQUE_BACKWARD) || s->n_pos <= KEPT)
+        return 0;
+    uint32_t n = 0; /* tensors before the list's end */
+    const koila_arg *list = &s->tokens[s->start[KEPT]];
+    for (const koila_arg *a = s->tokens; a <= list + list->n; a++)
+        n += a->kind == KOILA_ARG_TENSOR;
+    if (list->kind != KOILA_ARG_LIST || !list->n)
+        return 0;
+    const uint64_t bytes = koila_meta_get(x->table, s->inputs[n - 1])->n_bytes;
+    return in_loop ? bytes / (uint64_t)x->batch * (uint64_t)koila__exec_n_rows(x) : bytes;
+}
+
 /* Runs a node and measures its workspace: what this thread and its helpers allocated for it. A
  * shared call that used more than the budget fails here: inside it the budget is not enforced, so
  * overuse is detected when the call returns. */
@@ -83,9 +101,10 @@ static int run_measured(exec *x, const koila_instr *in, bool in_loop, bool is_sh
     /* a view is planned with no memory at all, so bytes that it took were a copy */
     const bool is_view = koila_op_flags(x->table, koila_sig_get(x->table, sig)->op) & KOILA_OP_VIEW;
     const bool once = koila_plan_runs_once(x->plan, in->id);
+    const int64_t left = (is_view && now > 0 ? 0 : now) + (int64_t)used_up_by(x, in, in_loop);
     if (status == 0 && is_known)
         koila__learn(sig, once ? 0 : koila__exec_n_rows(x), once ? 0 : x->batch,
-                     (uint64_t)(peak - (is_view && now > 0 ? 0 : now)), KOILA__MEASURED_HERE);
+                     peak > left ? (uint64_t)(peak - left) : 0, KOILA__MEASURED_HERE);
     if (status == 0 && is_shared && held > limit) {
         PyErr_Format(koila__torch.oom_type,
                      "a sharded module used %llu bytes more than the budget allows",
@@ -107,6 +126,8 @@ static gpu_call call_on_gpu(const exec *x, const koila_instr *in)
     if (x->c->gpu < 0)
         return GPU_PLAIN;
     const koila_op op = koila_sig_get(x->table, koila_node_get(x->g, in->id).sig)->op;
+    if (koila_op_facts(x->table, op) & KOILA_FACT_OPAQUE_CALL)
+        return GPU_BY_LIBRARY;
     switch (koila_facts_dense(koila_op_facts(x->table, op))) {
     case KOILA_FACT_DENSE_CONTRACT:
     case KOILA_FACT_DENSE_CONTRACT_BIASED:
@@ -140,15 +161,22 @@ static int run_measured_on_gpu(exec *x, const koila_instr *in, bool in_loop)
     const bool once = koila_plan_runs_once(x->plan, in->id);
     if (status < 0 || !is_read || !koila__gpu_bytes(x->c->gpu, &after))
         return status;
+    after.now += used_up_by(x, in, in_loop);
     const uint64_t bytes = koila__gpu_inside(&before, &after, &how);
     koila__learn(koila_node_get(x->g, in->id).sig, once ? 0 : koila__exec_n_rows(x),
                  once ? 0 : x->batch, bytes, how);
     return 0;
 }
 
+/* Does nothing read the graph of the module that this thread is about to run? */
+static _Thread_local bool no_graph;
+
+bool koila__wants_graph(void) { return !no_graph; }
+
 static int run_one(exec *x, const koila_instr *in, bool in_loop)
 {
     int status;
+    no_graph = in->flags & KOILA_INSTR_NO_GRAPH;
     const bool is_shared = koila__ranks_share(x->ranks, x->g, in->id);
     const gpu_call call = call_on_gpu(x, in);
     if (x->measure)
@@ -157,6 +185,7 @@ static int run_one(exec *x, const koila_instr *in, bool in_loop)
         status = run_measured_on_gpu(x, in, in_loop);
     else
         status = is_shared ? run_shared(x, in, in_loop) : koila__exec_node(x, in, in_loop);
+    no_graph = false;
     if (status < 0) {
         add_note(x, in->id, in_loop);
         return -1;

@@ -306,6 +306,8 @@ typedef struct koila__exec_report {
  * `ranks`: those that agreed on the plan, or NULL. *report is always filled. */
 int koila__exec_plan(koila__tape *t, const koila__part *p, const cached *c, PyObject *ranks,
                      uint32_t n, PyObject **results, koila__exec_report *report);
+/* Does the plan read the graph of the module that this thread runs now (koila::opaque_kept)? */
+bool koila__wants_graph(void);
 
 /* ---- modes.c */
 /* Takes all modes off torch's stacks. *aside: what koila__modes_back() puts back; NULL: there were

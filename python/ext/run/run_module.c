@@ -416,6 +416,13 @@ static PyObject *py_swap_open(PyObject *self, PyObject *tape)
     return before;
 }
 
+static PyObject *py_wants_graph(PyObject *self, PyObject *ignored)
+{
+    (void)self;
+    (void)ignored;
+    return PyBool_FromLong(koila__wants_graph());
+}
+
 static PyObject *py_explain(PyObject *self, PyObject *list)
 {
     koila_value *values = NULL;
@@ -643,6 +650,8 @@ static PyMethodDef methods[] = {
       "take_all(list of lazies) -> their plain tensors, released by the tape; empties the list." },
     { "swap_open", py_swap_open, METH_O,
       "swap_open(tape | None) -> the tape that was open before." },
+    { "wants_graph", py_wants_graph, METH_NOARGS,
+      "wants_graph(): does the plan read the graph of the module that this thread runs now?" },
     { "cut_of", py_cut_of, METH_O,
       "cut_of(lazy) -> (kind, dim, made, here): along which dimension is it sliced?" },
     { "gather", py_gather, METH_VARARGS,

@@ -22,6 +22,8 @@
 
 #include <math.h>
 
+#include "base/vec.h"
+
 enum {
     N_SEEN = 6,         /* row counts kept for a signature and batch size */
     MOST_BATCHES = 3,   /* sizes kept for a signature */
@@ -58,6 +60,72 @@ static struct {
     uint32_t n_misfits; /* so many times in a row */
     uint64_t clock;     /* number of runs */
 } learned;
+
+/* Makes room for signature `sig`. False: no memory; then predictions are only less exact. */
+static bool make_room(koila_sig sig)
+{
+    if (sig < learned.n)
+        return true;
+    const uint32_t n = koila_table_n_sigs(koila__table) + SIGS_AHEAD;
+    workspace *grown = PyMem_RawRealloc(learned.at, n * sizeof *grown);
+    if (!grown)
+        return false;
+    koila_assert(sig < n);
+    memset(grown + learned.n, 0, (n - learned.n) * sizeof *grown);
+    learned.at = grown;
+    learned.n = n;
+    return true;
+}
+
+static void forget(workspace *w)
+{
+    for (workspace *next = w->next, *after; next; next = after) {
+        after = next->next;
+        PyMem_RawFree(next);
+    }
+    *w = (workspace){ 0 };
+}
+
+/* A module that runs as it is (koila::opaque, ...) is another signature once other bytes are known
+ * to wait for its backward, and uses inside what it used before. Its numbers are kept with the
+ * signature that was asked for last. */
+typedef struct module_call {
+    koila_op op;
+    int64_t id;     /* of the call: all sizes but the number of rows */
+    koila_sig home; /* whose entry in `learned` has the numbers */
+} module_call;
+static VEC(module_call) modules;
+
+static bool module_call_of(koila_sig sig, module_call *out)
+{
+    const koila_sig_info *s = koila_sig_get(koila__table, sig);
+    if (!s || !s->n_pos || !(koila_op_facts(koila__table, s->op) & KOILA_FACT_OPAQUE_CALL))
+        return false;
+    const koila_arg *id = &s->tokens[s->start[s->n_pos - 1]];
+    *out = (module_call){ .op = s->op, .id = id->u.i, .home = sig };
+    return id->kind == KOILA_ARG_INT;
+}
+
+/* Brings what was learned of the module that signature sig calls to sig. True: nothing was. */
+static bool bring_home(koila_sig sig)
+{
+    module_call now;
+    if (!modules.n || !module_call_of(sig, &now) || !make_room(sig))
+        return true;
+    for (uint32_t i = 0; i < modules.n; i++) {
+        module_call *m = &modules.at[i];
+        if (m->op != now.op || m->id != now.id)
+            continue;
+        if (m->home != sig) {
+            forget(&learned.at[sig]);
+            learned.at[sig] = learned.at[m->home];
+            learned.at[m->home] = (workspace){ 0 };
+            m->home = sig;
+        }
+        return false;
+    }
+    return true;
+}
 
 /* NULL: nothing was seen of it. */
 static const workspace *workspace_at(koila_sig sig)
@@ -146,6 +214,7 @@ static uint64_t bytes_at(const workspace *w, int64_t rows)
 uint64_t koila__workspace_of(void *ignored, koila_sig sig, int64_t rows, int64_t batch)
 {
     (void)ignored;
+    bring_home(sig);
     const workspace *w = workspace_at(sig);
     if (!w)
         return 0;
@@ -168,25 +237,10 @@ bool koila__workspace_known(void *ignored, koila_sig sig, int64_t rows, int64_t 
 
 bool koila__learned(koila_sig sig, int64_t rows, int64_t batch)
 {
+    bring_home(sig);
     const workspace *w = workspace_at(sig) ? of_batch(&learned.at[sig], batch) : NULL;
     rows = rows_or_whole(rows, batch);
     return w && is_entry(w, entry_from(w, rows), rows);
-}
-
-/* Makes room for signature `sig`. False: no memory; then predictions are only less exact. */
-static bool make_room(koila_sig sig)
-{
-    if (sig < learned.n)
-        return true;
-    const uint32_t n = koila_table_n_sigs(koila__table) + SIGS_AHEAD;
-    workspace *grown = PyMem_RawRealloc(learned.at, n * sizeof *grown);
-    if (!grown)
-        return false;
-    koila_assert(sig < n);
-    memset(grown + learned.n, 0, (n - learned.n) * sizeof *grown);
-    learned.at = grown;
-    learned.n = n;
-    return true;
 }
 
 static bool is_more(uint64_t a, uint64_t b) { return a > b + b / NOISE_SHARE + NOISE_BYTES; }
@@ -305,8 +359,11 @@ static workspace *entries_of(workspace *first, int64_t batch)
 
 void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes, koila__measured how)
 {
+    module_call module;
     if (!make_room(sig))
         return;
+    if (bring_home(sig) && module_call_of(sig, &module))
+        koila__vec_push(&koila__libc, &modules, module);
     workspace *w = entries_of(&learned.at[sig], batch);
     count_run(w);
     const uint64_t counted_with = koila__workspace_of(NULL, sig, rows, batch);
@@ -319,6 +376,7 @@ void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes, ko
 
 bool koila__learned_surely(koila_sig sig, int64_t rows, int64_t batch)
 {
+    bring_home(sig);
     const workspace *w = workspace_at(sig) ? of_batch(&learned.at[sig], batch) : NULL;
     rows = rows_or_whole(rows, batch);
     const uint32_t i = w ? entry_from(w, rows) : 0;
@@ -344,17 +402,13 @@ bool koila__learned_misfit(uint64_t key)
     return learned.generation != before;
 }
 
-static void forget(workspace *w)
-{
-    for (workspace *next = w->next, *after; next; next = after) {
-        after = next->next;
-        PyMem_RawFree(next);
-    }
-    *w = (workspace){ 0 };
-}
-
 void koila__workspaces_forget(void)
 {
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < modules.n; i++)
+        if (koila_sig_get(koila__table, modules.at[i].home))
+            modules.at[n++] = modules.at[i];
+    modules.n = n;
     for (koila_sig s = 0; s < learned.n; s++)
         if (!koila_sig_get(koila__table, s))
             forget(&learned.at[s]);
