@@ -420,7 +420,9 @@ static koila_status climb_along(koila__planning *q, const koila__way *way, rungs
     if (best->placed || koila__way_fits(q, way))
         return KOILA_OK;
     rung *x = least_bound(r);
-    return x && x->bound < way->peak ? try_along(q, way, x, best, &is_better) : KOILA_OK;
+    return x && x->bound < way->peak && x->bound < q->other.peak_bytes
+               ? try_along(q, way, x, best, &is_better)
+               : KOILA_OK;
 }
 
 /* `way` needs too much with all that its loops hold. So results of the forward pass are dropped and

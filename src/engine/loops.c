@@ -529,6 +529,51 @@ static koila_status find_whole_until(work_state *w)
     return KOILA_OK;
 }
 
+/* The storage in which v, of needed node n, is there whole, or NULL. loop_of[level]: the first loop
+ * that is not of an earlier level. */
+static whole_value *find_whole(work_state *w, koila_value v, koila_node n, const uint32_t *loop_of)
+{
+    const bool in_loop = w->p->node[n].in_loop;
+    whole_value x = { .begin = in_loop ? w->made_whole[v] : loop_of[w->level[n]] };
+    if (!in_loop && w->aliases[n] && !sig_of(w, n)->n_writes)
+        w->whole_of[v] = w->whole_of[input_of(w, n, 0)];
+    else if (!in_loop && !sig_of(w, n)->n_writes)
+        x.n_bytes = koila__value_meta(w->g, v)->n_storage_bytes;
+    else if (in_loop && x.begin != KOILA_NONE && !w->is_result[v] && w->use[v] == KOILA_NONE)
+        x.n_bytes = koila__value_meta(w->g, v)->n_bytes;
+    if (x.n_bytes) { /* else a result of a loop, or perhaps the storage of another value */
+        w->wholes[w->n_wholes++] = x;
+        w->whole_of[v] = w->n_wholes;
+    }
+    return w->whole_of[v] ? &w->wholes[w->whole_of[v] - 1] : NULL;
+}
+
+/* Finds the storages that hold whole values between loops. */
+static koila_status find_wholes(work_state *w)
+{
+    uint32_t *loop_of = koila__arena_array(&w->spare, w->n_levels, sizeof *loop_of);
+    w->wholes = koila__arena_room(&w->tmp, (w->n_values + 1) * sizeof *w->wholes);
+    w->held_change = koila__arena_array(&w->tmp, w->n_loops + 1, sizeof *w->held_change);
+    TRY_ALLOC(loop_of && w->wholes && w->held_change);
+    for (uint32_t level = 0, j = 0; level < w->n_levels; level++) {
+        for (; j < w->n_loops && w->loops[j].level < level;)
+            j++;
+        loop_of[level] = j;
+    }
+    for (koila_value v = 0; v < w->n_values; v++) {
+        const koila_node n = producer(w, v);
+        if (n == KOILA_NONE || !w->needed[n] || !exists(w, v))
+            continue;
+        whole_value *x = find_whole(w, v, n, loop_of);
+        if (x && w->is_result[v])
+            x->end = w->n_loops;
+        for (const use *u = uses_of(w, v); x && u; u = next_use_of(w, u))
+            if (!w->p->node[u->user].in_loop && loop_of[w->level[u->user]] > x->end)
+                x->end = loop_of[w->level[u->user]];
+    }
+    return KOILA_OK;
+}
+
 /* ---- all of it */
 
 /* Makes the arrays of fixed size. They are zeroed, except chains, which are empty, and arrays that
@@ -580,6 +625,8 @@ static koila_status make_arrays(work_state *w)
     MAKE_UNSET(whole_last, V);
     MAKE_UNSET(whole, V);
     MAKE_UNSET(slice, V);
+    MAKE(whole_of, V);
+    MAKE_UNSET(read_until, V);
     memset(w->first_use, 0xff, V * sizeof *w->first_use);
     memset(w->exec, 0xff, N * sizeof *w->exec);
     memset(w->use, 0xff, V * sizeof *w->use);
@@ -600,6 +647,7 @@ koila_status koila__loops_find(work_state *w, const koila_value *targets, uint32
     assign_targets(w);
     KOILA_TRY(find_exec(w));
     KOILA_TRY(find_whole_until(w));
+    KOILA_TRY(find_wholes(w));
     /* scratch memory of the preparation: the first schedule reuses it */
     koila__arena_empty(&w->spare);
     w->level = w->natural = w->exec = w->last_run = NULL;

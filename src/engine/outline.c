@@ -15,7 +15,8 @@
  *     there from its maker on, for that runs in the loop too, or its pieces were kept;
  *   - a result of a write counts from the node after it, for it may take over its base's storage;
  *   - a view alone does not hold its storage: it may be made earlier than it was recorded;
- *   - sums and collected values count from the second slice on. */
+ *   - sums and collected values, those of earlier loops too, count from the second slice on, and so
+ *     do whole values that the backward pass reads there. */
 #include "engine/outline.h"
 
 #include "base/vec.h"
@@ -75,7 +76,8 @@ struct koila__outline {
     bool *is_needed;     /* [node] it runs at all */
     bool *is_sure;       /* [node] it surely runs in the loop that is counted */
     uint64_t *workspace; /* [node]; NULL: none */
-    uint64_t collected;  /* bytes that are there from the second slice on */
+    uint16_t last_axis;  /* of the loop that is counted, which is the last */
+    uint64_t collected;  /* bytes that are there from its second slice on */
 
     uint64_t *held, *crossing; /* [node up to at] bytes for the backward pass; see weigh() */
     uint64_t all_held;
@@ -251,11 +253,13 @@ static koila_status find_sure(koila__outline *o, const koila_value *targets, uin
             const uint32_t from = level[m] + (o->p->node[m].in_loop && !is_local(o, n, i));
             level[n] = from > level[n] ? from : level[n];
         }
-        if (o->is_needed[n] && o->p->node[n].in_loop && level[n] >= top) {
-            top = level[n];
+        if (!o->is_needed[n] || !o->p->node[n].in_loop || level[n] < top)
+            continue;
+        if (level[n] > top || o->p->node[n].axis > axis)
             axis = o->p->node[n].axis;
-        }
+        top = level[n];
     }
+    o->last_axis = axis;
     for (koila_node n = 0; n < o->n_nodes; n++)
         o->is_sure[n] = o->is_needed[n] &&
                         (o->is_whole ||
@@ -384,6 +388,24 @@ static koila_status find_readers(koila__outline *o)
     return KOILA_OK;
 }
 
+/* Has the loop that is counted another slice after its first? */
+static bool has_second_slice(const koila__outline *o)
+{
+    return !o->is_whole && o->g->axes.n &&
+           2 * o->options.rows[o->last_axis] <= o->g->axes.at[o->last_axis];
+}
+
+/* Of n_bytes that are there, those that the walk does not count as storage `root`: a loop's own
+ * results are there besides. */
+static uint64_t beyond_walk(const koila__outline *o, koila_value root, uint64_t n_bytes)
+{
+    const koila_node n = producer(o, root);
+    if (n == KOILA_NONE || o->is_sure[n])
+        return n_bytes;
+    const uint64_t walked = bytes_of(o, n, root - output_of(o, n, 0));
+    return n_bytes > walked ? n_bytes - walked : 0;
+}
+
 /* Results stay. *seen[values]: all false before. */
 static void hold_targets(koila__outline *o, const koila_value *targets, uint32_t n_targets,
                          bool *seen)
@@ -399,10 +421,39 @@ static void hold_targets(koila__outline *o, const koila_value *targets, uint32_t
         if (n == KOILA_NONE || o->g->values.at[v].meta == KOILA_NONE || seen[root])
             continue;
         seen[root] = true;
-        const uint16_t axis = o->p->node[n].axis;
-        if (!o->is_whole && o->is_one && o->p->node[n].in_loop && !koila__adds_on(o->p, v) &&
-            2 * o->options.rows[axis] <= o->g->axes.at[axis])
-            o->collected += koila__value_meta(o->g, v)->n_bytes;
+        if (has_second_slice(o) && o->p->node[n].in_loop && !koila__adds_on(o->p, v))
+            o->collected += beyond_walk(o, root, koila__value_meta(o->g, v)->n_bytes);
+    }
+}
+
+/* Bytes of v, which the loop that is counted reads, but does not make. 0: not known. */
+static uint64_t whole_bytes_of(const koila__outline *o, koila_value v)
+{
+    const koila_value root = o->root[v];
+    const koila_node n = producer(o, v);
+    if (n == KOILA_NONE || o->g->values.at[v].meta == KOILA_NONE)
+        return 0;
+    if (o->p->node[n].in_loop) /* collected */
+        return koila__value_meta(o->g, v)->n_bytes;
+    if (producer(o, root) == KOILA_NONE || o->p->node[producer(o, root)].in_loop ||
+        o->is_part[root])
+        return 0;
+    return storage_bytes(o, root);
+}
+
+/* What the loop that is counted needs whole is there in all of its slices. Of the forward pass it
+ * may be something else that needs it. *seen[values]: of hold_targets(). */
+static void hold_whole(koila__outline *o, bool *seen)
+{
+    for (koila_node n = o->at + 1; n < o->n_nodes && has_second_slice(o); n++) {
+        const koila_sig_info *s = sig_of(o, n);
+        for (uint32_t i = 0; i < s->n_inputs && o->is_sure[n]; i++) {
+            const koila_value v = input_of(o, n, i);
+            if (!koila__reads(s, i) || seen[o->root[v]] || is_local(o, n, i))
+                continue;
+            seen[o->root[v]] = true;
+            o->collected += beyond_walk(o, o->root[v], whole_bytes_of(o, v));
+        }
     }
 }
 
@@ -936,6 +987,7 @@ static koila_status fill(koila__outline *o, const koila_value *targets, uint32_t
     find_written(o);
     hold_targets(o, targets, n_targets, is_result);
     KOILA_TRY(count_backward(o, is_result));
+    hold_whole(o, is_result);
     KOILA_TRY(weigh(o));
     KOILA_TRY(find_costs(o));
     return make_choice(o);

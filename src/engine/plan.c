@@ -215,8 +215,12 @@ static bool is_costly(const koila__way *way)
 static koila__way way_of(const koila__planning *q)
 {
     const koila_plan *p = q->plan;
-    return (koila__way){ p->placed, p->schedule,        p->targets,
-                         p->rows,   p->info.peak_bytes, q->accepted };
+    return (koila__way){ .placed = p->placed,
+                         .schedule = p->schedule,
+                         .targets = p->targets,
+                         .rows = p->rows,
+                         .peak = p->info.peak_bytes,
+                         .accepted = q->accepted };
 }
 
 static double time_so_far(const koila__planning *q)
@@ -247,6 +251,7 @@ static koila__planning planning_along(const koila__planning *q, const koila__tri
     along.largest_axis = t->axis.rows;
     along.dim = t->axis.dim;
     along.unit = unit;
+    along.is_lazy = q->options->axes != KOILA_AXES_OTHER;
     return along;
 }
 
@@ -259,7 +264,7 @@ static void untry(koila__planning *q, koila__tried *t)
 static void note_least(koila__planning *q, const koila__tried *t)
 {
     const int64_t unit = t->axis.size / t->axis.rows;
-    if (t->way.peak < q->other.peak_bytes)
+    if (!t->way.is_bound && t->way.peak < q->other.peak_bytes)
         q->other = (koila__least){ t->way.peak, t->axis.dim, t->way.rows[0] * unit, t->axis.size };
 }
 
@@ -539,6 +544,32 @@ static koila_status plan_axes(koila__planning *q)
     return take_other_axis(q);
 }
 
+/* Nothing fits: what could need less than all ways that were scheduled is scheduled too, for the
+ * error. */
+static koila_status find_least(koila__planning *q)
+{
+    for (;;) {
+        koila__tried *least = NULL;
+        for (uint32_t i = 0; i < q->n_tried; i++) {
+            koila__tried *t = &q->tried[i];
+            if (t->way.placed && t->way.is_bound && t->way.peak < q->other.peak_bytes &&
+                (!least || t->way.peak < least->way.peak))
+                least = t;
+        }
+        if (!least)
+            return KOILA_OK;
+        koila_plan_options options;
+        const koila__planning along = planning_along(q, least, &options);
+        const koila_status status = koila__way_build(&along, &least->way);
+        if (status != KOILA_OK && status != KOILA_UNSUPPORTED)
+            return status;
+        if (status == KOILA_OK)
+            note_least(q, least);
+        else
+            least->way.peak = UINT64_MAX; /* not to be tried again */
+    }
+}
+
 static koila_status make_plan(koila__planning *q)
 {
     koila_plan *p = q->plan;
@@ -559,6 +590,7 @@ static koila_status make_plan(koila__planning *q)
     koila_check(koila_plan_check(p, NULL));
     if (p->info.peak_bytes <= o->budget_bytes)
         return KOILA_OK;
+    KOILA_TRY(find_least(q));
     return koila__plan_no_fit(p, q->graph, &q->other, &q->both, q->err);
 }
 

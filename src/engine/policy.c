@@ -85,8 +85,9 @@ void koila__find_demand(work_state *w, uint32_t j, uint32_t *lo, uint32_t *hi, d
         *work += work_of(w, n);
         for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end;
              u++)
-            if (u->local && w->in_loop[u->from] != j + 1 && !w->kept[u->value] &&
-                !sliced_in(w, u->value, j))
+            if (!u->local || sliced_in(w, u->value, j))
+                w->read_until[u->value] = u->reads ? j + 1 : w->read_until[u->value];
+            else if (w->in_loop[u->from] != j + 1 && !w->kept[u->value])
                 ENTER(u->from);
     }
 #undef ENTER
@@ -100,6 +101,7 @@ void koila__forget_demand(work_state *w)
     memset(w->in_loop, 0, N * sizeof *w->in_loop);
     memset(w->order_bits, 0, (N / 64 + 1) * sizeof *w->order_bits);
     memset(w->kept_first, 0xff, w->n_loops * sizeof *w->kept_first);
+    memset(w->read_until, 0, V * sizeof *w->read_until);
 }
 
 uint64_t koila__max_emitted(const work_state *w)
@@ -156,6 +158,7 @@ static void work_of_loop(koila__scheduler *w, uint32_t j, double *work, uint64_t
                          uint64_t *n_held)
 {
     uint32_t lo, hi;
+    const uint64_t held_before = *n_held;
     koila__find_demand(w, j, &lo, &hi, work);
     for (uint32_t k = lo >> 6; lo <= hi && k <= hi >> 6; k++) {
         for (uint64_t bits = w->order_bits[k]; bits; bits &= bits - 1) {
@@ -189,6 +192,34 @@ static void work_of_loop(koila__scheduler *w, uint32_t j, double *work, uint64_t
             *n_held += koila__value_meta(w->g, v)->n_bytes;
     if (*n_held > w->work_kept.n_bytes)
         w->work_kept.n_bytes = *n_held;
+    w->held_change[j] += *n_held - held_before;
+}
+
+/* What a policy holds at the end of a loop is a piece, a result or a whole value; those that a loop
+ * reads are there until then. */
+static void count_whole(koila__scheduler *w)
+{
+    uint64_t now = 0;
+    uint64_t *const change = w->held_change; /* modulo 2^64 */
+    for (uint32_t i = 0; i < w->n_wholes; i++)
+        w->wholes[i].until = w->wholes[i].end;
+    for (koila_value v = 0; v < w->n_values; v++) {
+        whole_value *x = w->whole_of[v] ? &w->wholes[w->whole_of[v] - 1] : NULL;
+        if (x && w->read_until[v] > x->until)
+            x->until = w->read_until[v];
+    }
+    for (uint32_t i = 0; i < w->n_wholes; i++) {
+        const whole_value *x = &w->wholes[i];
+        if (x->begin >= x->until)
+            continue;
+        change[x->begin] += x->n_bytes;
+        change[x->until] -= x->n_bytes;
+    }
+    for (uint32_t j = 0; j < w->n_loops; j++) {
+        now += change[j];
+        if (now > w->work_kept.n_bytes)
+            w->work_kept.n_bytes = now;
+    }
 }
 
 double koila__schedule_work(koila__scheduler *w, koila__keep keep)
@@ -198,6 +229,7 @@ double koila__schedule_work(koila__scheduler *w, koila__keep keep)
     w->keep = keep;
     w->work_kept = (koila__kept){ .is_sure = true };
     koila__forget_demand(w);
+    memset(w->held_change, 0, (w->n_loops + 1) * sizeof *w->held_change);
     const uint64_t most = koila__max_emitted(w);
     /* in the order of make_stages(): sums of doubles depend on the order */
     for (uint32_t level = 0, j = 0; level < w->n_levels; level++) {
@@ -211,5 +243,6 @@ double koila__schedule_work(koila__scheduler *w, koila__keep keep)
                 return INFINITY;
         }
     }
+    count_whole(w);
     return work;
 }

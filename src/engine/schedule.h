@@ -102,8 +102,8 @@ typedef struct koila__kept {
     bool any;
     /* no kept value shares storage: koila__schedule_work() was then exact */
     bool is_sure;
-    /* a lower bound, for any number of slices, of the bytes in kept values and results at one
-     * moment: no schedule of the policy has a lower peak */
+    /* a lower bound, for any number of slices, of the bytes in kept values, results and whole
+     * values at one moment: no schedule of the policy has a lower peak */
     uint64_t n_bytes;
 } koila__kept;
 koila__kept koila__scheduler_kept(const koila__scheduler *w);

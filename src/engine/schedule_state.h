@@ -73,6 +73,14 @@ typedef struct life {
 } life;
 typedef life *scope; /* [value] */
 
+/* The storage of a whole value, as loops see it. */
+typedef struct whole_value {
+    uint32_t begin; /* the first loop at whose end it is there */
+    uint32_t end;   /* the first at whose end it need not be, as far as calls that run once go */
+    uint32_t until; /* the same, of one policy */
+    uint64_t n_bytes;
+} whole_value;
+
 typedef struct slice_of {
     koila_node user;
     uint32_t input;
@@ -147,6 +155,12 @@ struct koila__scheduler {
     uint32_t n_keeps;
     bool any_wide;         /* of the stage being emitted */
     koila__kept work_kept; /* koila__scheduler_kept() */
+    /* for it: whole values that are not results of loops, and [value] as which one it is there + 1;
+     * [value] the loop after the last one that reads it whole; [loop] bytes that it adds to what is
+     * held */
+    whole_value *wholes;
+    uint32_t n_wholes, *whole_of, *read_until;
+    uint64_t *held_change;
 };
 
 /* the name where it is written: while it is filled, and while a policy is scheduled */

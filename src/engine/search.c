@@ -11,7 +11,9 @@
  *   - slices, when the results alone exceed the budget: then only the smallest peak is sought, for
  *   the error;
  *   - a policy that holds more between two loops than the budget, or than the best one needs at its
- *     peak. */
+ *     peak;
+ *   - any policy, along another axis than the rows, where none can fit: the bound is the answer
+ *     (koila__way.is_bound), and plan.c builds the least of all, for the error. */
 #include "engine/search.h"
 
 #include "engine/live.h"
@@ -32,6 +34,7 @@ typedef struct candidate {
     /* it never fits, for it holds so much; it is not made unless its peak may be the least. 0: not
      * known to */
     uint64_t at_least;
+    uint64_t bound; /* its peak is no less; 0: not known */
 } candidate;
 
 /* Least work first, most work last. */
@@ -180,9 +183,28 @@ static bool holds_too_much(search *x, candidate *c)
         return c->state == UNTRIED && c->at_least;
     if (isinf(koila__schedule_work(x->scheduler, c->keep)))
         return false;
-    const uint64_t n_bytes = koila__scheduler_kept(x->scheduler).n_bytes;
-    c->at_least = n_bytes > x->q->options->budget_bytes ? n_bytes : 0;
+    c->bound = koila__scheduler_kept(x->scheduler).n_bytes;
+    c->at_least = c->bound > x->q->options->budget_bytes ? c->bound : 0;
     return c->at_least;
+}
+
+/* Nothing fits, and nothing is scheduled: takes the candidate that seems to need the least. */
+static koila_status take_bound(search *x)
+{
+    const candidate *least = NULL;
+    for (uint32_t k = 0; k < x->n_policies; k++) {
+        candidate *c = &x->candidates[k];
+        if (holds_too_much(x, c) && (!least || c->at_least < least->at_least))
+            least = c;
+    }
+    if (!least)
+        return KOILA_UNSUPPORTED;
+    set_rows(x, x->batch);
+    x->found.is_bound = true;
+    x->found.keep = least->keep;
+    x->found.peak = least->at_least;
+    x->found.schedule = (koila__schedule){ .n_loops = koila__scheduler_n_loops(x->scheduler) };
+    return KOILA_OK;
 }
 
 /* Takes the first candidate that fits in n_slices slices and is accepted. */
@@ -440,7 +462,7 @@ static koila_status try_slices(search *x, attempt *r)
         if (!r->is_last && is_new && is_hopeless(x, c))
             r->n_hopeless++;
     }
-    return r->is_last ? try_unmade(x, r) : KOILA_OK;
+    return r->is_last && !x->q->is_lazy ? try_unmade(x, r) : KOILA_OK;
 }
 
 /* The last attempt ended without an accepted plan. A plan that fits by its sum but was refused is
@@ -463,6 +485,8 @@ static koila_status choose(search *x)
     const bool forced = o->rows > 0;
     const bool results_fit =
         forced || koila__scheduler_results_bytes(x->scheduler) <= o->budget_bytes;
+    if (x->q->is_lazy && !results_fit && koila__scheduler_n_loops(x->scheduler) > 1)
+        return take_bound(x);
     if (koila__is_frugal(o) || !results_fit) {
         set_rows(x, x->batch > 2 ? x->batch : 2);
         return take_least(x, forced);
@@ -476,6 +500,8 @@ static koila_status choose(search *x)
         KOILA_TRY(try_slices(x, &r));
         if (x->found.accepted)
             return o->accepts && !forced ? refine(x, before, n_slices) : KOILA_OK;
+        if (x->q->is_lazy && r.n_hopeless == r.n_carried_out && !x->hopeless)
+            return take_bound(x);
         if (!r.n_carried_out)
             return KOILA_UNSUPPORTED;
         if (r.is_last) {
@@ -487,6 +513,16 @@ static koila_status choose(search *x)
         before = n_slices;
         n_slices = n_slices < x->batch / 2 ? n_slices * 2 : x->batch;
     }
+}
+
+/* No candidate needs less, as far as that is known. */
+static uint64_t bound_of_all(const search *x)
+{
+    uint64_t least = 0;
+    for (uint32_t k = 0; k < x->n_policies; k++)
+        if (x->candidates[k].bound && (!least || x->candidates[k].bound < least))
+            least = x->candidates[k].bound;
+    return least ? least : x->found.peak;
 }
 
 /* The fewest slices of the placed step, and the best of the policies, for which *s has room; on
@@ -507,11 +543,13 @@ koila_status koila__search_placed(koila__planning *q, const koila__keep *keeps, 
         for (uint32_t i = 0; i < x.n_policies; i++)
             x.candidates[i].keep = keeps[i];
         status = choose(&x);
-        if (status == KOILA_OK) {
+        if (status == KOILA_OK && !x.found.is_bound) {
             x.found.schedule = x.candidates[x.taken].schedule;
             x.candidates[x.taken].state = UNTRIED;
-            *s = x.found;
         }
+        x.found.bound = bound_of_all(&x);
+        if (status == KOILA_OK)
+            *s = x.found;
     }
     for (uint32_t k = 0; k < MAX_POLICIES; k++)
         if (x.candidates[k].state == CARRIED_OUT)

@@ -212,8 +212,11 @@ bool koila__way_is_better(const koila__planning *q, const koila__way *b, const k
     const bool fits_b = koila__way_fits(q, b);
     if (fits_a != fits_b)
         return fits_b;
-    return fits_a && !koila__is_frugal(q->options) ? koila__way_time(b) < koila__way_time(a)
-                                                   : b->peak < a->peak;
+    if (fits_a && !koila__is_frugal(q->options))
+        return koila__way_time(b) < koila__way_time(a);
+    if (a->is_bound || b->is_bound)
+        return b->bound < a->bound;
+    return b->peak < a->peak;
 }
 
 void koila__way_swap(koila__way *a, koila__way *b)
@@ -245,6 +248,17 @@ koila_status koila__way_keep_all(const koila__planning *q, koila__way *s)
 {
     return koila__schedule_init(&s->schedule, s->placed, s->targets, q->n_targets,
                                 (koila__keep){ .horizon = UINT32_MAX }, q->mem, q->err);
+}
+
+/* Schedules s, which is_bound. */
+koila_status koila__way_build(const koila__planning *q, koila__way *s)
+{
+    koila_assert(s->is_bound);
+    KOILA_TRY(koila__schedule_init(&s->schedule, s->placed, s->targets, q->n_targets, s->keep,
+                                   q->mem, q->err));
+    s->is_bound = false;
+    s->peak = koila__plan_peak(s->placed, &s->schedule, q->options, s->rows, 0);
+    return KOILA_OK;
 }
 
 /* The node that runs at the peak of s in s->rows, or KOILA_NONE. */

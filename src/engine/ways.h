@@ -26,6 +26,7 @@ typedef struct koila__planning {
     koila__least other, both;
     koila__tried *tried; /* [n_tried] other axes, in plan.c */
     uint32_t n_tried;
+    bool is_lazy; /* what cannot fit is not scheduled: koila__way.is_bound */
 } koila__planning;
 
 typedef koila_status (*koila__place_fn)(const koila_graph *, const koila_value *, uint32_t,
@@ -39,6 +40,10 @@ typedef struct koila__way {
     int64_t *rows; /* [axes] */
     uint64_t peak;
     bool accepted;
+    uint64_t bound; /* no policy that was tried needs less; 0: not known */
+    /* it does not fit and is not scheduled: `peak` is its bound, which is that of `keep` */
+    bool is_bound;
+    koila__keep keep;
 } koila__way;
 
 /* Room for the targets and rows of *w, in the plan's arena. Expected: NO_MEMORY. */
@@ -49,6 +54,8 @@ koila_status koila__way_place(const koila__planning *q, koila__place_fn how, koi
                               koila__placed **out);
 /* Schedules w->placed, keeping all. */
 koila_status koila__way_keep_all(const koila__planning *q, koila__way *w);
+/* Schedules w, which is_bound: its peak is exact then. Expected: as koila__schedule_init(). */
+koila_status koila__way_build(const koila__planning *q, koila__way *w);
 /* The node that runs at the peak of w in w->rows, or KOILA_NONE. */
 koila_node koila__way_peak_node(const koila__planning *q, const koila__way *w);
 void koila__way_swap(koila__way *a, koila__way *b);

@@ -469,7 +469,7 @@ TEST(schedule__a_scheduler_used_again_makes_what_a_fresh_one_makes_and_knows_the
                                          { .horizon = 3, .spacing = 1, .cheap = true },
                                          { .horizon = 0, .cheap = true },
                                          { .horizon = 4, .spacing = 2, .cheap = true } };
-    uint32_t n_exact = 0, n_many = 0, n_kept = 0, n_tight = 0;
+    uint32_t n_exact = 0, n_many = 0, n_kept = 0, n_tight = 0, n_close = 0;
     for (uint64_t seed = 1; seed <= 150; seed++) {
         random_graph r;
         if (rg_init(&r, NULL, seed, NULL, 0, 60) != KOILA_OK)
@@ -525,6 +525,7 @@ TEST(schedule__a_scheduler_used_again_makes_what_a_fresh_one_makes_and_knows_the
                         .peak_bytes;
                 CHECK(kept.n_bytes <= peak && koila__scheduler_results_bytes(w) <= peak);
                 n_tight += peak > 0 && koila__scheduler_results_bytes(w) == peak;
+                n_close += koila__scheduler_n_loops(w) > 1 && kept.n_bytes > peak / 4 * 3;
             }
             koila__keep less = keeps[k];
             less.max_work = again.work / 2;
@@ -541,6 +542,7 @@ TEST(schedule__a_scheduler_used_again_makes_what_a_fresh_one_makes_and_knows_the
     }
     CHECK(n_exact > 400 && n_many > 50);
     CHECK(n_kept > 50 && n_tight > 20);
+    CHECK(n_close > 80); /* whole values between loops count too */
 }
 
 TEST(schedule__what_whole_needs_is_known_before_it_is_placed)
