@@ -358,6 +358,10 @@ KOILA_API void koila_graph_copy_free(koila_graph *copy); /**< NULL is fine */
 /** Hash of everything that decides a plan: axes, leaves, nodes; lines and names excluded. Kept up
  * to date while recording. */
 KOILA_API uint64_t koila_graph_hash(const koila_graph *g);
+/** Do two graphs of one table begin alike: the same axes (all of them), the same first `n_values`
+ * values and `n_nodes` nodes, lines and names excluded? Both have as many. */
+KOILA_API bool koila_graph_begin_alike(const koila_graph *a, const koila_graph *b, uint32_t n_nodes,
+                                       uint32_t n_values);
 /** How a known value may be sliced: along `dim` of axis `axis`, if is_cut. */
 typedef struct koila_cut {
     bool is_cut;

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import graph as _graph
 
-from . import _core, _hooks, _lazy, _sharded
+from . import _core, _hooks, _known_backward, _lazy, _sharded
 from ._torch import GRAD, ModesAside, run_backward, use_count
 
 
@@ -362,6 +362,8 @@ def _gradients(
     """torch's backward, recorded: the gradient of each leaf."""
     if reentrant:
         return _by_accumulation(depth, call, leaves)
+    if depth.level == 1 and not _core.is_planning():
+        return _known_backward.gradients(depth.engine, call, leaves)
     found: Sequence[torch.Tensor | None] = depth.engine(
         *call, tuple(leaves), allow_unreachable=True, accumulate_grad=False
     )
@@ -490,6 +492,8 @@ def install() -> None:
         _nodes_are_known = _learn_nodes()
     except Exception:  # another torch, or a mode of somebody else's: Python walks
         _nodes_are_known = False
+    if _nodes_are_known:
+        _known_backward.install()
     torch.autograd._engine_run_backward = _engine_run_backward  # type: ignore[attr-defined]
     _graph._engine_run_backward = _engine_run_backward
     engine = torch.autograd.Variable._execution_engine

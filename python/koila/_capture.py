@@ -28,6 +28,7 @@ from ._foreach import foreach
 from ._index import special_index
 from ._layout import as_strided, metadata_write
 from . import _attention
+from ._plain_part import plain_part
 from ._random import random_write
 from ._run import PSEUDO
 from ._settled import alias_of, on_settled, settled_views
@@ -50,6 +51,7 @@ __all__ = [
     "install",
     "is_dense",
     "on_settled",
+    "plain_part",
     "redispatch",
     "run_on_reals",
     "set_data",

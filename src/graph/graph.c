@@ -66,6 +66,42 @@ const koila_value *koila_node_inputs(const koila_graph *g, koila_node n)
     return g->inputs.at ? g->inputs.at + g->nodes.at[n].first_input : NULL;
 }
 
+static bool same_values(const koila_value_info *a, const koila_value_info *b, uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++)
+        if (a[i].meta != b[i].meta || a[i].node != b[i].node || a[i].leaf_kind != b[i].leaf_kind ||
+            a[i].dim != b[i].dim || a[i].axis != b[i].axis)
+            return false;
+    return true;
+}
+
+static bool same_nodes(const koila_graph *a, const koila_graph *b, uint32_t n)
+{
+    for (koila_node i = 0; i < n; i++) {
+        const koila_node_info x = a->nodes.at[i], y = b->nodes.at[i];
+        if (x.sig != y.sig || x.first_input != y.first_input || x.first_output != y.first_output)
+            return false;
+        const uint32_t n_inputs = koila__sig(a->table, x.sig)->n_inputs;
+        for (uint32_t k = 0; k < n_inputs; k++)
+            if (a->inputs.at[x.first_input + k] != b->inputs.at[x.first_input + k])
+                return false;
+    }
+    return true;
+}
+
+bool koila_graph_begin_alike(const koila_graph *a, const koila_graph *b, uint32_t n_nodes,
+                             uint32_t n_values)
+{
+    koila_assert(a->table == b->table);
+    if (a->axes.n != b->axes.n || n_nodes > a->nodes.n || n_nodes > b->nodes.n ||
+        n_values > a->values.n || n_values > b->values.n)
+        return false;
+    for (uint32_t i = 0; i < a->axes.n; i++)
+        if (a->axes.at[i] != b->axes.at[i])
+            return false;
+    return same_values(a->values.at, b->values.at, n_values) && same_nodes(a, b, n_nodes);
+}
+
 koila_status koila_graph_axis(koila_graph *g, int64_t size, uint16_t *out)
 {
     if (size < 0 || g->axes.n >= UINT16_MAX)

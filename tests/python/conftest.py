@@ -25,6 +25,11 @@ def pytest_addoption(parser):
     parser.addoption("--known-failures", metavar="FILE", help="leave the tests of this list out")
     parser.addoption("--only-known-failures", action="store_true", help="run only those")
     parser.addoption("--known-skips", metavar="FILE", help="fail if a test skips that is not there")
+    parser.addoption(
+        "--doubt-backwards",
+        action="store_true",
+        help="record each backward that is known, and fail if it comes out otherwise",
+    )
 
 
 def pytest_configure(config):
@@ -34,6 +39,11 @@ def pytest_configure(config):
     )
     if config.getoption("--known-skips") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Skips(config.getoption("--known-skips")))
+    if config.getoption("--doubt-backwards"):
+        import koila
+
+        koila.lazy(torch.zeros(2))
+        koila._core.backwards_doubted(True)
 
 
 def leave_known_failures_out(config, items):

@@ -91,13 +91,15 @@ def modes():
     }
 
 
-def sweep(model, data, every):
+def sweep(model, data, every, known=False):
     """Interrupt `loss.backward()` at every `every`-th opcode of koila. Returns how often that undid
-    it, and the number of opcodes."""
+    it, and the number of opcodes. known: the backward was recorded before, and is copied."""
     hook = model[0].weight.register_hook(lambda g: g * 2)
     start, modes_before = {k: v.clone() for k, v in model.state_dict().items()}, modes()
 
     def prepared():
+        if not known:
+            _core.backwards_doubted(False)  # forgets them all
         model.load_state_dict(start)
         for p in model.parameters():
             p.grad = torch.ones_like(p)
@@ -110,9 +112,13 @@ def sweep(model, data, every):
     after = model_state(model)
     for name in ("grad:0.weight", "value:buffer 1.running_mean"):
         assert not torch.equal(before[name], after[name])
+    for _ in range(3 if known else 0):
+        prepared().backward()
     loss = prepared()
+    n_known = _core.n_backwards_copied()
     with Interrupt(-1) as count:
         loss.backward()
+    assert _core.n_backwards_copied() - n_known == known
     n_undone = 0
     for at in range(1, count.seen + 1, every):
         loss = prepared()
@@ -139,10 +145,11 @@ def sweep(model, data, every):
     return n_undone, count.seen
 
 
-def test_an_interrupt_at_any_bytecode():
+@pytest.mark.parametrize("known", [False, True])
+def test_an_interrupt_at_any_bytecode(known):
     with koila.micro_batch(4):
         n_undone, n_opcodes = sweep(
-            net(), torch.randn(12, 6, dtype=D), 1 if os.environ.get("KOILA_LONG") else 9
+            net(), torch.randn(12, 6, dtype=D), 1 if os.environ.get("KOILA_LONG") else 9, known
         )
     assert 10 < n_undone < n_opcodes / 9 or os.environ.get("KOILA_LONG")
 

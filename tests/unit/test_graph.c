@@ -58,7 +58,7 @@ TEST(graph__dense_strides_keep_the_order_of_the_dimensions)
 
 /* Records the same twice with something different: 0 nothing, 1 a name, 2 a line, 3 the axis, 4 the
  * other input, 5 a leaf's kind, 6 order of values. */
-static uint64_t hash_of(koila_table *t, int what)
+static koila_graph *recorded(koila_table *t, int what)
 {
     koila_graph *g = NULL;
     koila_meta m = 0;
@@ -87,6 +87,12 @@ static uint64_t hash_of(koila_table *t, int what)
               &sig) == KOILA_OK);
     CHECK(koila_graph_node(g, sig, (koila_value[]){ a, what == 4 ? a : b }, line, &first) ==
           KOILA_OK);
+    return g;
+}
+
+static uint64_t hash_of(koila_table *t, int what)
+{
+    koila_graph *g = recorded(t, what);
     const uint64_t hash = koila_graph_hash(g);
     koila_graph_free(g);
     return hash;
@@ -101,6 +107,25 @@ TEST(graph__the_hash_is_of_what_decides_a_plan)
     CHECK(plain == hash_of(t, 0) && plain == hash_of(t, 1) && plain == hash_of(t, 2));
     for (int what = 3; what <= 6; what++)
         CHECK(plain != hash_of(t, what));
+    koila_table_free(t);
+}
+
+TEST(graph__two_begin_alike_where_nothing_differs_that_decides_a_plan)
+{
+    koila_table *t = NULL;
+    CHECK(koila_table_new(NULL, &t) == KOILA_OK);
+    koila_graph *plain = recorded(t, 0);
+    for (int what = 0; what <= 6; what++) {
+        koila_graph *g = recorded(t, what);
+        CHECK(koila_graph_begin_alike(plain, g, 1, 3) == (what <= 2));
+        /* a shorter beginning has less that differs: without the node, and without the leaves */
+        CHECK(koila_graph_begin_alike(plain, g, 0, 2) == (what <= 2 || what == 4));
+        CHECK(koila_graph_begin_alike(plain, g, 0, 0) == (what != 3));
+        /* and nothing has more than it has */
+        CHECK(!koila_graph_begin_alike(plain, g, 2, 3) && !koila_graph_begin_alike(plain, g, 1, 4));
+        koila_graph_free(g);
+    }
+    koila_graph_free(plain);
     koila_table_free(t);
 }
 

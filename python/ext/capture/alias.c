@@ -198,6 +198,7 @@ int koila__move_to(koila__handle *h, koila__tape *to)
     koila__tape *from = h->group->tape;
     if (from == to)
         return 0;
+    to->odd_backward |= h->wrapper && koila__requires_grad(h->wrapper);
     int rc = move_concrete(h, to);
     if (rc)
         return rc < 0 ? -1 : 0;

@@ -110,9 +110,13 @@ koila__tape *koila__tape_new(koila__context *c);
 extern uint32_t koila__n_exits;
 extern uint32_t koila__n_steps; /* so many times a tape was opened; it wraps */
 void koila__tape_has_exit(koila__tape *t);
+/* Hooks that are entered for all that autograd saves, in whatever thread. */
+extern uint32_t koila__n_saved_hooks;
 int koila__tape_reserve(koila__tape *t); /* makes values[] cover every value of the graph */
 /* KOILA_NONE + error */
 koila_value koila__tape_leaf_real(koila__tape *t, PyObject *real, koila_meta *meta);
+/* The value of leaf `real` as it is now; KOILA_NONE: it is none, or was written since. */
+koila_value koila__tape_leaf_known(const koila__tape *t, PyObject *real);
 koila_value koila__tape_leaf_new(koila__tape *t, PyObject *real, koila_meta meta,
                                  koila_leaf_kind kind, uint16_t axis, uint32_t dim);
 /* id 0: a new axis */
@@ -201,6 +205,9 @@ int koila__tape_enter(koila__tape *t);
 void koila__tape_leave(koila__tape *t);
 bool koila__tape_is_busy(const koila__tape *t); /* is another thread in it? */
 
+/* ---- known_backward.c: functions of the module */
+int koila__known_backward_add(PyObject *m);
+
 /* ---- whose.c */
 /* May a thread without a context of its own work for that of step `t`? Not where that one records
  * in koila.plan(), and `t` is another step: nothing of it would be computed. */
@@ -260,7 +267,6 @@ void koila__handle_make_plain(koila__handle *h, PyObject *plain);
 int koila__settle(PyObject *o);
 /* Does the group depend on no data, and has no rows? */
 bool koila__is_known(const koila__group *g);
-bool koila__requires_grad(PyObject *tensor);
 /* 1: some argument is a plain tensor in a wrapper; -1 + error */
 int koila__factories_meet(uint64_t written, PyObject *written_kw, PyObject *args, PyObject *kwargs);
 void koila__factories_derive(PyObject *args, PyObject *kwargs, PyObject *result);

@@ -763,7 +763,7 @@ int koila__module_add(PyObject *m)
     if (PyModule_AddObjectRef(m, "Tape", (PyObject *)&koila__tape_type) < 0)
         return -1;
     if (PyModule_AddFunctions(m, methods) < 0 || koila__settle_add(m) < 0 ||
-        koila__whose_add(m) < 0)
+        koila__whose_add(m) < 0 || koila__known_backward_add(m) < 0)
         return -1;
     return koila__factories_add(m);
 }

@@ -147,15 +147,6 @@ int koila__settle(PyObject *o)
     return rc;
 }
 
-bool koila__requires_grad(PyObject *tensor)
-{
-    PyObject *r = PyObject_GetAttrString(tensor, "requires_grad");
-    const bool yes = r != Py_False;
-    Py_XDECREF(r);
-    PyErr_Clear();
-    return yes;
-}
-
 typedef struct met {
     PyObject *written[16]; /* borrowed: factories without lazy data that the call writes */
     uint32_t n_written;

@@ -19,6 +19,7 @@ static uint64_t next_axis_id = 1, next_uid;
 koila__tape *koila__tapes, *koila__resting_tapes;
 uint32_t koila__n_exits;
 uint32_t koila__n_steps;
+uint32_t koila__n_saved_hooks;
 
 koila__tape *koila__tape_open(void)
 {
@@ -95,6 +96,7 @@ koila__tape *koila__tape_new(koila__context *c)
     t->thread = PyThread_get_thread_ident();
     t->uid = ++next_uid;
     t->planned = koila__is_planning();
+    t->odd_backward = koila__n_saved_hooks > 0;
     link_tape(t);
     const koila_status s = koila_graph_new(koila__table, NULL, &t->graph);
     if (s) {
@@ -223,6 +225,19 @@ koila_value koila__tape_leaf_real(koila__tape *t, PyObject *real, koila_meta *me
     leaf->version = version;
     *meta = m;
     return v;
+}
+
+koila_value koila__tape_leaf_known(const koila__tape *t, PyObject *real)
+{
+    uint32_t version;
+    const tape_leaf *leaf = find_leaf(t, real);
+    if (!leaf || !leaf->real)
+        return KOILA_NONE;
+    if (koila__version_of(real, &version) < 0) {
+        PyErr_Clear();
+        return KOILA_NONE;
+    }
+    return leaf->version == version ? leaf->value : KOILA_NONE;
 }
 
 int koila__tape_axis(koila__tape *t, uint64_t id, int64_t size, uint16_t *out)
@@ -478,6 +493,26 @@ void koila__tape_let_go(koila__tape *t)
 
 /* ---- the type: what Python sees of it is in capture_module.c */
 
+koila__recording *koila__tape_recording(koila__tape *t)
+{
+    if (!t->recording) {
+        t->recording = PyMem_Malloc(sizeof *t->recording);
+        if (!t->recording)
+            return NULL;
+        *t->recording = (koila__recording){ .graph = t->graph, .refs = 1 };
+    }
+    t->recording->refs++;
+    return t->recording;
+}
+
+void koila__recording_release(koila__recording *r)
+{
+    if (--r->refs)
+        return;
+    koila_graph_free(r->graph);
+    PyMem_Free(r);
+}
+
 static void tape_dealloc(koila__tape *t)
 {
     koila_assert(!koila__tape_is_open(t) && !t->handles && !t->n_handles && !t->n_entered);
@@ -505,7 +540,10 @@ static void tape_dealloc(koila__tape *t)
     PyMem_Free(t->random);
     PyMem_Free(t->leaves);
     PyMem_Free(t->axis_ids);
-    koila_graph_free(t->graph);
+    if (t->recording)
+        koila__recording_release(t->recording);
+    else
+        koila_graph_free(t->graph);
     PyObject_Free(t);
 }
 

@@ -54,10 +54,17 @@ typedef struct tape_watch {
     uint64_t mark;   /* the counter, or the fingerprint of the memory */
 } tape_watch;
 
+/* A graph that outlives its tape. */
+typedef struct koila__recording {
+    koila_graph *graph; /* owned */
+    uint32_t refs;
+} koila__recording;
+
 typedef struct koila__tape {
     PyObject_HEAD
     koila_graph *graph;
-    tape_value *values; /* [koila_graph_n_values(graph)] */
+    koila__recording *recording; /* owned, of `graph`; NULL: nobody else keeps that */
+    tape_value *values;          /* [koila_graph_n_values(graph)] */
     uint32_t n_values_alloc;
     tape_effect *effects;
     uint32_t n_effects, n_effects_alloc;
@@ -70,6 +77,9 @@ typedef struct koila__tape {
     /* A plain tensor with a graph behind it was made from its values: a backward may come back
      * through it. */
     bool has_exit;
+    /* Its backward does what the tape does not show: a value of another step that autograd follows
+     * was moved here, or what autograd saves went through functions of the user's. */
+    bool odd_backward;
     /* The devices of its batches, and the process that made them lazy: see factories.c. */
     uint16_t devices[8];
     uint32_t n_devices;
@@ -163,6 +173,9 @@ const tape_random *koila__tape_random(koila__tape *t, koila_node n);
  * walks them. */
 extern koila__tape *koila__tapes, *koila__resting_tapes;
 void koila__tape_rests(koila__tape *t, bool rests);
+/* New reference; NULL without an exception: no memory. */
+koila__recording *koila__tape_recording(koila__tape *t);
+void koila__recording_release(koila__recording *r);
 bool koila__tape_reads(const koila__tape *t, const PyObject *real); /* is `real` a leaf of t? */
 void koila__tape_drop_effects(koila__tape *t);                      /* forgets them all */
 /* Forgets those which have happened: the tensors reals[i], held by the caller, with the contents of

@@ -14,8 +14,6 @@
 #include "base/base.h"
 #include "ground/real.h"
 
-typedef const void *const *node_ptr; /* a torch::autograd::Node, as words */
-
 static struct layout {
     bool known;
     uint32_t edges_at;    /* word of a node: where its edges begin; the next: where they end */
@@ -32,132 +30,171 @@ static PyObject *tensor_class, *function_class; /* torch.Tensor, torch._C._Funct
 
 /* ---- the walk */
 
-/* nodes that were seen: open addressing, n_slots is a power of two */
-typedef struct node_set {
-    node_ptr *slot;
-    size_t n, n_slots;
-} node_set;
-
-static size_t slot_of(const node_set *s, node_ptr node)
+static size_t slot_of(const koila__nodes *s, koila__node node)
 {
     size_t i = (size_t)(((uintptr_t)node >> 4) * 0x9e3779b97f4a7c15u >> 20) & (s->n_slots - 1);
-    while (s->slot[i] && s->slot[i] != node)
+    while (s->slot[i] && s->at[s->slot[i] - 1] != node)
         i = (i + 1) & (s->n_slots - 1);
     return i;
 }
 
-static bool has(const node_set *s, node_ptr node)
+uint32_t koila__nodes_place(const koila__nodes *s, koila__node node)
 {
-    return s->n_slots && s->slot[slot_of(s, node)] == node;
+    const uint32_t found = s->n_slots ? s->slot[slot_of(s, node)] : 0;
+    return found ? found - 1 : UINT32_MAX;
+}
+
+static bool grow(koila__nodes *s)
+{
+    const uint32_t n_slots = s->n_slots ? s->n_slots * 2 : 256;
+    koila__node *at = PyMem_Realloc(s->at, n_slots / 2 * sizeof *at);
+    if (!at)
+        return false;
+    s->at = at;
+    uint32_t *slot = PyMem_Calloc(n_slots, sizeof *slot);
+    if (!slot)
+        return false;
+    PyMem_Free(s->slot);
+    s->slot = slot;
+    s->n_slots = n_slots;
+    for (uint32_t i = 0; i < s->n; i++)
+        s->slot[slot_of(s, s->at[i])] = i + 1;
+    return true;
 }
 
 /* 1: added; 0: it was there; -1: no memory. */
-static int add(node_set *s, node_ptr node)
+static int add(koila__nodes *s, koila__node node)
 {
-    if ((s->n + 1) * 2 > s->n_slots) {
-        const size_t n_slots = s->n_slots ? s->n_slots * 2 : 256;
-        node_set more = { PyMem_Calloc(n_slots, sizeof(node_ptr)), s->n, n_slots };
-        if (!more.slot)
-            return -1;
-        for (size_t i = 0; i < s->n_slots; i++)
-            if (s->slot[i])
-                more.slot[slot_of(&more, s->slot[i])] = s->slot[i];
-        PyMem_Free(s->slot);
-        *s = more;
-    }
+    if (s->n + 1 > s->n_slots / 2 && !grow(s))
+        return -1;
     const size_t i = slot_of(s, node);
     if (s->slot[i])
         return 0;
-    s->slot[i] = node;
-    s->n++;
+    s->at[s->n++] = node;
+    s->slot[i] = s->n;
     return 1;
 }
 
-typedef struct walk {
-    node_set seen;
-    node_ptr *stack;
-    size_t n_stack, n_alloc;
-    PyObject *found; /* list of the leaves */
-    bool reentrant;
-    bool odd; /* a node that the layout does not explain */
-} walk;
-
-static int push(walk *w, node_ptr node)
+void koila__nodes_free(koila__nodes *s)
 {
-    if (w->n_stack == w->n_alloc) {
-        const size_t n = w->n_alloc ? w->n_alloc * 2 : 256;
-        node_ptr *more = PyMem_Realloc(w->stack, n * sizeof(node_ptr));
+    PyMem_Free(s->at);
+    PyMem_Free(s->slot);
+    *s = (koila__nodes){ 0 };
+}
+
+typedef struct stack {
+    koila__node *at;
+    size_t n, n_alloc;
+} stack;
+
+static bool push(stack *s, koila__node node)
+{
+    if (s->n == s->n_alloc) {
+        const size_t n = s->n_alloc ? s->n_alloc * 2 : 256;
+        koila__node *more = PyMem_Realloc(s->at, n * sizeof *more);
         if (!more)
-            return -1;
-        w->stack = more;
-        w->n_alloc = n;
+            return false;
+        s->at = more;
+        s->n_alloc = n;
     }
-    w->stack[w->n_stack++] = node;
+    s->at[s->n++] = node;
+    return true;
+}
+
+bool koila__node_is_leaf(koila__node node)
+{
+    return node[0] == layout.leaf && koila__node_n_edges(node) == 0;
+}
+
+uint32_t koila__node_n_edges(koila__node node)
+{
+    const size_t n_bytes =
+        (size_t)((const char *)node[layout.edges_at + 1] - (const char *)node[layout.edges_at]);
+    return (uint32_t)(n_bytes / sizeof(void *) / layout.edge_words);
+}
+
+koila__edge koila__node_edge(koila__node node, uint32_t i)
+{
+    const koila__node edge = (koila__node)node[layout.edges_at] + (size_t)i * layout.edge_words;
+    /* the node, its owner, and which of its results, in the low half of a word */
+    const uint32_t result = layout.edge_words > 2 ? (uint32_t)(uintptr_t)edge[2] : 0;
+    return (koila__edge){ edge[0], result };
+}
+
+const void *koila__node_variable(koila__node leaf) { return leaf[layout.variable_at]; }
+
+/* Pushes the nodes behind `node`, the last one first. *odd: the layout does not explain it. -1: no
+ * memory. */
+static int visit(stack *s, const koila__nodes *seen, koila__node node, bool *odd)
+{
+    const uint32_t n_edges = koila__node_n_edges(node);
+    /* a node that ends here and is neither: its class may be known under another address */
+    *odd |= !n_edges && node[0] != layout.leaf && node[0] != layout.custom;
+    for (uint32_t i = n_edges; i-- > 0;) {
+        koila__node up = koila__node_edge(node, i).node;
+        if (up && koila__nodes_place(seen, up) == UINT32_MAX && !push(s, up))
+            return -1;
+    }
     return 0;
 }
 
-/* The class of a reentrant checkpoint, whose backward runs a backward of its own. */
-static bool is_checkpoint(const void *object)
+koila__node koila__node_of(PyObject *o)
 {
+    if (!layout.known)
+        return NULL;
+    const bool custom = PyObject_TypeCheck(o, (PyTypeObject *)function_class);
+    const uint32_t at = custom ? layout.custom_at : NODE_AT;
+    koila__node node = ((void *const *)o)[at];
+    return node && (node[0] == layout.custom) == custom ? node : NULL;
+}
+
+int koila__nodes_behind(PyObject *const *roots, Py_ssize_t n, koila__nodes *out)
+{
+    stack s = { 0 };
+    bool odd = !layout.known;
+    int rc = 0;
+    for (Py_ssize_t i = 0; i < n && rc == 0 && !odd; i++) {
+        koila__node node = koila__node_of(roots[i]);
+        odd |= !node;
+        rc = !node || push(&s, node) ? 0 : -1;
+    }
+    while (s.n && rc >= 0 && !odd) {
+        koila__node node = s.at[--s.n];
+        rc = add(out, node);
+        if (rc > 0)
+            rc = visit(&s, out, node, &odd);
+    }
+    PyMem_Free(s.at);
+    if (rc < 0)
+        PyErr_NoMemory();
+    return rc < 0 ? -1 : !odd;
+}
+
+/* Is it the node of a reentrant checkpoint, whose backward runs a backward of its own? */
+static bool is_checkpoint(koila__node node)
+{
+    const void *object = node[0] == layout.custom ? node[layout.object_at] : NULL;
     const char *name = object ? Py_TYPE(object)->tp_name : "";
     const char *dot = strrchr(name, '.');
     return strcmp(dot ? dot + 1 : name, "CheckpointFunctionBackward") == 0;
 }
 
-/* -1 without an exception: no memory; or with one. */
-static int visit(walk *w, node_ptr node)
+/* New list of the tensors of the leaves; *reentrant: a checkpoint is among the nodes. */
+static PyObject *leaves_of(const koila__nodes *nodes, bool *reentrant)
 {
-    const char *begin = node[layout.edges_at];
-    const char *end = node[layout.edges_at + 1];
-    const size_t n_bytes = layout.edge_words * sizeof(void *);
-    if (node[0] == layout.leaf && begin == end) {
+    PyObject *found = PyList_New(0);
+    for (uint32_t i = 0; i < nodes->n && found; i++) {
+        koila__node node = nodes->at[i];
+        *reentrant |= is_checkpoint(node);
+        if (!koila__node_is_leaf(node))
+            continue;
         PyObject *leaf = koila__shim.wrap((tensor_handle)&node[layout.variable_at],
                                           (PyTypeObject *)tensor_class);
-        const int rc = leaf ? PyList_Append(w->found, leaf) : -1;
+        if (!leaf || PyList_Append(found, leaf) < 0)
+            Py_CLEAR(found);
         Py_XDECREF(leaf);
-        return rc;
     }
-    const bool is_custom = node[0] == layout.custom;
-    /* a node that ends here and is neither: its class may be known under another address */
-    w->odd |= begin == end && !is_custom;
-    if (is_custom)
-        w->reentrant |= is_checkpoint(node[layout.object_at]);
-    while (end > begin) {
-        end -= n_bytes;
-        node_ptr up = *(const void *const *)end;
-        if (up && !has(&w->seen, up) && push(w, up) < 0)
-            return -1;
-    }
-    return 0;
-}
-
-/* The node of Python object `o`; NULL: not known. */
-static node_ptr node_of(PyObject *o)
-{
-    const bool custom = PyObject_TypeCheck(o, (PyTypeObject *)function_class);
-    const uint32_t at = custom ? layout.custom_at : NODE_AT;
-    node_ptr node = ((void *const *)o)[at];
-    return node && (node[0] == layout.custom) == custom ? node : NULL;
-}
-
-/* Walks from the nodes of the list `roots`, the last one first. -1 with an exception. */
-static int walk_from(walk *w, PyObject *roots)
-{
-    int rc = 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(roots) && rc == 0; i++) {
-        node_ptr node = node_of(PyList_GET_ITEM(roots, i));
-        w->odd |= !node;
-        rc = node ? push(w, node) : 0;
-    }
-    while (w->n_stack && rc >= 0 && !w->odd) {
-        node_ptr node = w->stack[--w->n_stack];
-        rc = add(&w->seen, node);
-        if (rc > 0)
-            rc = visit(w, node);
-    }
-    if (rc < 0 && !PyErr_Occurred())
-        PyErr_NoMemory();
-    return rc < 0 ? -1 : 0;
+    return found;
 }
 
 /* leaves_behind([node, ...]) → ([leaf, ...], does a node run a backward of its own?), or None: the
@@ -168,20 +205,15 @@ static PyObject *py_leaves_behind(PyObject *module, PyObject *roots)
         PyErr_SetString(PyExc_TypeError, "leaves_behind([node, ...])");
         return NULL;
     }
-    if (!layout.known)
+    koila__nodes nodes = { 0 };
+    PyObject *const *root = PySequence_Fast_ITEMS(roots);
+    const int known = koila__nodes_behind(root, PyList_GET_SIZE(roots), &nodes);
+    bool reentrant = false;
+    PyObject *leaves = known > 0 ? leaves_of(&nodes, &reentrant) : NULL;
+    koila__nodes_free(&nodes);
+    if (known == 0)
         Py_RETURN_NONE;
-    walk w = { .found = PyList_New(0) };
-    PyObject *r = NULL;
-    if (!w.found || walk_from(&w, roots) < 0)
-        r = NULL;
-    else if (w.odd)
-        r = Py_NewRef(Py_None);
-    else
-        r = Py_BuildValue("OO", w.found, w.reentrant ? Py_True : Py_False);
-    Py_XDECREF(w.found);
-    PyMem_Free(w.seen.slot);
-    PyMem_Free(w.stack);
-    return r;
+    return leaves ? Py_BuildValue("NN", leaves, PyBool_FromLong(reentrant)) : NULL;
 }
 
 /* ---- learning the layout */
@@ -194,7 +226,7 @@ static uint32_t words_in(const void *block)
 }
 
 /* The one word of `node` that is `what`. */
-static uint32_t find_word(node_ptr node, const void *what)
+static uint32_t find_word(koila__node node, const void *what)
 {
     uint32_t found = NOT_FOUND;
     for (uint32_t i = 1; i < words_in(node); i++) {
@@ -208,7 +240,7 @@ static uint32_t find_word(node_ptr node, const void *what)
 }
 
 /* Where do the edges of `node` begin, if they lead to `a` and `b`? */
-static uint32_t find_edges(node_ptr node, node_ptr a, node_ptr b, uint32_t *edge_words)
+static uint32_t find_edges(koila__node node, koila__node a, koila__node b, uint32_t *edge_words)
 {
     enum { FEWEST_WORDS = 2, MOST_WORDS = 4 };
     for (uint32_t i = 1; i + 2 < words_in(node); i++) {
@@ -220,7 +252,7 @@ static uint32_t find_edges(node_ptr node, node_ptr a, node_ptr b, uint32_t *edge
             edge < FEWEST_WORDS * sizeof(void *) || edge > MOST_WORDS * sizeof(void *) ||
             n_bytes % (2 * sizeof(void *)))
             continue;
-        node_ptr edges = (node_ptr)begin;
+        koila__node edges = (koila__node)begin;
         *edge_words = (uint32_t)(edge / sizeof(void *));
         if (edges[0] == (const void *)a && edges[*edge_words] == (const void *)b)
             return i;
@@ -241,15 +273,15 @@ static PyObject *py_learn_nodes(PyObject *module, PyObject *args)
     struct layout l = { 0 };
     if (!koila__shim.wrap || !koila__cdata || !koila__is_tensor(tensor))
         Py_RETURN_FALSE;
-    node_ptr leaf = ((void *const *)a)[NODE_AT];
-    node_ptr other = ((void *const *)b)[NODE_AT];
+    koila__node leaf = ((void *const *)a)[NODE_AT];
+    koila__node other = ((void *const *)b)[NODE_AT];
     l.edges_at = find_edges(((void *const *)product)[NODE_AT], leaf, other, &l.edge_words);
     if (l.edges_at == NOT_FOUND)
         Py_RETURN_FALSE;
     l.leaf = leaf[0];
     l.variable_at = find_word(leaf, *(void **)koila__tensor_handle(tensor));
-    node_ptr sum_node = ((void *const *)sum)[NODE_AT];
-    node_ptr function = *(const void *const *)sum_node[l.edges_at];
+    koila__node sum_node = ((void *const *)sum)[NODE_AT];
+    koila__node function = *(const void *const *)sum_node[l.edges_at];
     l.custom = function[0];
     l.object_at = find_word(function, custom);
     const uint32_t n_words = (uint32_t)((size_t)Py_TYPE(custom)->tp_basicsize / sizeof(void *));

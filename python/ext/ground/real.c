@@ -48,6 +48,15 @@ bool koila__is_tensor(PyObject *o)
     return PyType_IsSubtype(Py_TYPE(o), (PyTypeObject *)torch_tensor_base);
 }
 
+bool koila__requires_grad(PyObject *tensor)
+{
+    PyObject *r = PyObject_GetAttrString(tensor, "requires_grad");
+    const bool yes = r != Py_False;
+    Py_XDECREF(r);
+    PyErr_Clear();
+    return yes;
+}
+
 bool koila__grad_mode(void)
 {
     if (shim.grad_mode)

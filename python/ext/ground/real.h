@@ -50,6 +50,7 @@ PyObject *koila__meta_object(koila_meta meta); /* new (dtype, device, sizes, str
 int koila__meta_from(PyObject *tuple, koila_meta *out, int64_t *offset);
 PyObject *koila__ints_object(const int64_t *v, uint8_t n); /* new tuple */
 
+bool koila__requires_grad(PyObject *tensor);
 bool koila__grad_mode(void);
 int koila__set_grad_mode(bool on);
 /* What of torch's settings decides the result of a recorded call, in one byte: bit 0 autograd, bits

@@ -1,0 +1,409 @@
+"""A backward that was recorded before is not recorded again: its nodes are copied. Claims: the copy
+is what recording gives; whatever the backward graph does not show makes it recorded."""
+
+import gc
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+from conftest import DEVICE
+from program_generator import Refused, compare, run
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from zoo import MLP, ConvNet, Encoder, Recurrent, ResNet, UNet, bert, ce, gpt2, images, llama
+from zoo import padded, rows_of, tokens, vit
+
+import koila
+from koila import _capture, _core, lazy
+
+
+@pytest.fixture(autouse=True)
+def nothing_known():
+    lazy(torch.zeros(2))  # torch's nodes are looked at once something is lazy
+    _core.backwards_doubted(False)
+    yield
+    _core.backwards_doubted(False)
+
+
+def known_in(f):
+    """(what f() gives, how many backwards in it were known)"""
+    before = _core.n_backwards_copied()
+    result = f()
+    return result, _core.n_backwards_copied() - before
+
+
+def gradients(model):
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def are_equal(a, b):
+    return all((x is None and y is None) or torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def text_loss(model, ids):
+    return model(input_ids=ids, labels=ids).loss
+
+
+MODELS = {
+    "mlp": (lambda: MLP().double(), rows_of(5), ce),
+    "convolutions": (lambda: ConvNet().double(), images(), ce),
+    "batch norm": (lambda: ResNet().double(), images(), ce),
+    "unet": (lambda: UNet().double(), images(), lambda m, x, y: F.mse_loss(m(x), x)),
+    "encoder": (lambda: Encoder().double(), rows_of(5, 8), ce),
+    "gpt2": (lambda: gpt2().double(), tokens(), text_loss),
+    "llama": (lambda: llama().double(), tokens(), text_loss),
+    "bert": (
+        lambda: bert().double(),
+        padded(),
+        lambda m, ids, mask, y: m(input_ids=ids, attention_mask=mask, labels=y).loss,
+    ),
+    "vit": (lambda: vit().double(), images(), lambda m, x, y: m(pixel_values=x, labels=y).loss),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("rows", [None, 2])
+def test_a_step_that_repeats_copies_what_recording_gives(name, rows):
+    make, batches, loss_of = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    batch = batches()
+
+    def step():
+        with koila.micro_batch(rows) if rows else nullcontext():
+            loss = loss_of(model, *lazy(batch))
+            loss.backward()
+        return [loss.detach().torch(), *gradients(model)]
+
+    recorded = [step(), step(), step()][0]
+    is_known = DEVICE == "cpu" or name != "batch norm"  # cuDNN's is recorded in each step
+    for _ in range(3):
+        again, n_known = known_in(step)
+        assert n_known == is_known
+        assert are_equal(recorded, again)
+    _core.backwards_doubted(True)  # and the graphs are the same, node by node
+    assert known_in(lambda: [step() for _ in range(4)])[1] == 2 * is_known
+
+
+def test_a_recurrent_net_may_be_recorded_again_and_is_exact():
+    torch.manual_seed(0)
+    model = Recurrent().double()
+    x, y = rows_of(4, 5)()
+    found = []
+    for wrap in (lambda v: v, *[lazy] * 5):
+        ce(model, *wrap((x, y))).backward()
+        found.append(gradients(model))
+    for gradient in found[2:]:
+        assert are_equal(found[1], gradient)
+    for a, b in zip(found[0], found[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_programs_that_repeat_are_exact(seed):
+    """Views, writes, factories, random operators: the last run of a program equals eager's, and
+    where its backward is known, recording gives the same nodes."""
+    try:
+        outcomes = [run(seed, seed % 2, lazily=how) for how in (None, *[lazy] * 4)]
+        assert not compare(outcomes[0], outcomes[-1], exact=False)
+        _core.backwards_doubted(True)
+        for _ in range(4):
+            run(seed, seed % 2, lazily=lazy)
+    except Refused:
+        pytest.skip("refused")
+
+
+class Twice(torch.autograd.Function):
+    factor = 2.0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * Twice.factor
+
+
+class Net(nn.Module):
+    """Two layers and what a test puts between them: between(i, hidden) in step i."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.one = nn.Linear(5, 6)
+        self.two = nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.randn(6))
+        self.between = between
+
+    def forward(self, i, x):
+        return self.two(self.between(self, i, self.one(x).tanh()))
+
+
+def hook_tensor(net, i, h):
+    h.register_hook(lambda g: g * (1 + i))
+    return h
+
+
+def hook_node(net, i, h):
+    h.grad_fn.register_hook(lambda ins, outs: tuple(g * (1 + i) for g in ins))
+    return h
+
+
+def hook_node_before(net, i, h):
+    h.grad_fn.register_prehook(lambda outs: tuple(g * (1 + i) for g in outs))
+    return h
+
+
+def custom(net, i, h):
+    Twice.factor = 1.0 + i
+    return Twice.apply(h)
+
+
+def packed(net, i, h):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * (1 + i)):
+        return h * h
+
+
+def packed_one(net, i, h):
+    out = h * h
+    out.grad_fn._raw_saved_self.register_hooks(lambda t: t, lambda t: t * (1 + i))
+    return out
+
+
+def recomputed(net, i, h):
+    return checkpoint(lambda v: (v * (1 + i)).tanh(), h, use_reentrant=False)
+
+
+def plain_number(net, i, h):
+    return h * (net.scale * (1 + i))
+
+
+def plain_power(net, i, h):
+    return h * net.scale ** (1 + i)
+
+
+def plain_function(net, i, h):
+    Twice.factor = 1.0 + i
+    return h * Twice.apply(net.scale)
+
+
+def lazy_number(net, i, h):
+    return h * (1 + i)
+
+
+def frozen(net, i, h):
+    net.scale.requires_grad_(i < 3)
+    return h * net.scale
+
+
+def cut_off(net, i, h):
+    return h * net.scale + (h.detach() if i == 3 else h)
+
+
+def other_weight(net, i, h):
+    return h @ (
+        net.two.weight.t() @ net.two.weight if i < 3 else net.one.weight @ net.one.weight.t()
+    )
+
+
+# What differs in the last of five steps, though its forward pass calls (nearly) the same operators.
+# True: the steps before it are known.
+DIFFERENCES = {
+    hook_tensor: False,
+    hook_node: False,
+    hook_node_before: False,
+    custom: False,
+    packed: False,
+    packed_one: False,
+    recomputed: False,
+    plain_number: True,
+    plain_power: False,
+    plain_function: False,
+    lazy_number: True,
+    frozen: True,
+    cut_off: True,
+    other_weight: False,
+}
+
+
+def five_steps(between, wrap):
+    torch.manual_seed(0)
+    net = Net(between).double()
+    x = torch.randn(8, 5, dtype=torch.float64)
+    found = []
+    for i in (0, 0, 0, 0, 3):
+        net(i, wrap(x)).square().mean().backward()
+        found += gradients(net)
+    return found
+
+
+@pytest.mark.parametrize("between", DIFFERENCES, ids=lambda f: f.__name__)
+def test_what_differs_in_a_step_is_seen(between):
+    expected = five_steps(between, lambda x: x)
+    got, n_known = known_in(lambda: five_steps(between, lazy))
+    assert (n_known > 0) == DIFFERENCES[between]
+    for a, b in zip(expected, got, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_the_checker_sees_a_number_that_nobody_looked_at(monkeypatch):
+    """The planted fault: what plain nodes have saved is not compared."""
+    plain_part = _capture.plain_part
+    monkeypatch.setattr(_capture, "plain_part", lambda roots: ("", plain_part(roots)[1]))
+    expected = five_steps(plain_number, lambda x: x)
+    got = five_steps(plain_number, lazy)
+    assert not all(map(torch.allclose, expected, got))
+    _core.backwards_doubted(True)
+    with pytest.raises(AssertionError, match="came out otherwise"):
+        five_steps(plain_number, lazy)
+
+
+def test_a_plain_tensor_with_a_graph_behind_it_is_copied_too():
+    """Positions that are embedded anew in each step are no part of the tape."""
+
+    def between(net, i, h):
+        return h * F.embedding(torch.arange(6), net.scale[:, None]).squeeze(1)
+
+    expected = five_steps(between, lambda x: x)
+    five_steps(between, lazy)  # torch numbers nodes while calls are seen for the first time
+    got, n_known = known_in(lambda: five_steps(between, lazy))
+    assert n_known == 5
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def net_and_batch():
+    torch.manual_seed(0)
+    return MLP().double(), *rows_of(5)()
+
+
+def test_a_state_that_autograd_follows_into_the_next_step_is_recorded():
+    """Its graph leads to calls of another tape."""
+
+    def train(wrap):
+        torch.manual_seed(0)
+        cell = nn.RNNCell(5, 6).double()
+        x = torch.randn(8, 5, dtype=torch.float64)
+        state = torch.zeros(8, 6, dtype=torch.float64)
+        found = []
+        for i in range(5):
+            state = cell(wrap(x), state * (1.0 + i))
+            state.square().mean().backward(retain_graph=True)
+            found += gradients(cell)
+        return found
+
+    for a, b in zip(train(lambda v: v), train(lazy), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_two_backwards_of_one_graph_are_both_known():
+    model, x, y = net_and_batch()
+
+    def step():
+        loss = ce(model, *lazy((x, y)))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return gradients(model)
+
+    first = [step(), step(), step()][0]
+    again, n_known = known_in(step)
+    assert n_known == 2
+    assert are_equal(first, again)
+
+
+def test_a_second_backward_is_refused_as_by_torch():
+    model, x, y = net_and_batch()
+    for _ in range(5):
+        loss = ce(model, *lazy((x, y)))
+        loss.backward()
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss.backward()
+    assert known_in(lambda: ce(model, *lazy((x, y))).backward())[1] == 1
+
+
+def test_a_weight_written_before_the_backward_is_refused_as_by_torch():
+    model, x, y = net_and_batch()
+    for _ in range(4):
+        ce(model, *lazy((x, y))).backward()
+    loss = ce(model, *lazy((x, y)))
+    with torch.no_grad():
+        model.layers[3].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_nothing_that_was_saved_outlives_a_known_backward():
+    """While the loss is kept, as a list of losses keeps it."""
+    model, x, y = net_and_batch()
+    losses, hidden = [], []
+    model.layers[0].register_forward_hook(lambda m, a, out: hidden.append(weakref.ref(out)))
+    n_before = _core.n_backwards_copied()
+    for _ in range(6):
+        loss = ce(model, *lazy((x, y)))
+        loss.backward()
+        losses.append(loss)
+        del loss
+        gc.collect()
+    assert _core.n_backwards_copied() - n_before >= 3
+    assert [h() for h in hidden] == [None] * 6
+
+
+def test_a_gradient_that_is_asked_for_by_a_hook_of_a_leaf_is_seen_once():
+    model, x, y = net_and_batch()
+    seen = []
+    model.layers[0].weight.register_hook(lambda g: seen.append(g.clone()))
+    for _ in range(5):
+        ce(model, *lazy((x, y))).backward()
+    assert len(seen) == 5
+    assert all(torch.equal(seen[0], g) for g in seen)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        torch.autograd.detect_anomaly,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.autograd.graph.save_on_cpu(),
+    ],
+    ids=["anomaly", "autocast", "save_on_cpu"],
+)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_a_mode_around_the_backward_makes_it_recorded(around):
+    model, x, y = net_and_batch()
+    for _ in range(4):
+        ce(model, *lazy((x, y))).backward()
+
+    def step():
+        with around():
+            ce(model, *lazy((x, y))).backward()
+
+    assert known_in(step)[1] == 0
+
+
+def test_gradients_of_gradients_are_recorded():
+    model, x, y = net_and_batch()
+    for _ in range(4):
+        ce(model, *lazy((x, y))).backward()
+
+    def step():
+        ce(model, *lazy((x, y))).backward(create_graph=True)
+
+    with pytest.warns(UserWarning, match="create_graph"):
+        assert known_in(step)[1] == 0
+
+
+def test_other_sizes_are_known_for_themselves():
+    model, *_ = net_and_batch()
+
+    def step(b):
+        x, y = rows_of(5, b=b)()
+        ce(model, *lazy((x, y))).backward()
+
+    known_in(lambda: [step(b) for b in (6, 4) * 3])
+    assert known_in(lambda: [step(b) for b in (6, 4, 5)])[1] == 2
