@@ -7,6 +7,7 @@
 #include "engine/plan_costs.h"
 #include "engine/recompute.h"
 #include "engine/search.h"
+#include "engine/spare.h"
 #include "engine/unroll.h"
 #include "graph/table.h"
 
@@ -60,6 +61,9 @@ static const koila__recompute ladder[] = {
     { .n_segments = 32 },
 };
 
+/* From where all is dropped in three directions, and from each of these rungs. */
+enum { MOST_PATHS = 3 + KOILA_COUNT(ladder) };
+
 /* The same with host memory. */
 static const koila__recompute host_ladder[] = {
     { .n_segments = 1, .n_offloaded = 2, .ahead = true },
@@ -108,6 +112,13 @@ static bool crosses_loops(const koila__way *s)
     return false;
 }
 
+/* `way` is the step of `o` with results dropped. A call that runs later alone is recorded too,
+ * though not where it was. */
+static void recorded_as(koila__way *way, const koila__outline *o)
+{
+    way->schedule.work_recorded = koila__outline_recorded(o, &way->schedule.n_needed);
+}
+
 /* Is it less work than the best way so far, if that fits? */
 static bool is_less(double work, const koila__way *best)
 {
@@ -118,6 +129,8 @@ static bool is_less(double work, const koila__way *best)
 typedef struct rung {
     koila__recompute how;
     koila__outline *outline; /* of those with, or without, host memory */
+    const koila__path *path; /* NULL: as `how` says */
+    uint32_t choice;         /* of the path */
     uint64_t bound;          /* its peak is no less */
     double work;             /* nor its work */
     bool is_out;             /* tried, or nothing to try */
@@ -125,10 +138,29 @@ typedef struct rung {
 
 /* The rungs of one base, and what they are drawn from. */
 typedef struct rungs {
-    rung at[KOILA_COUNT(ladder) + KOILA_COUNT(host_ladder)];
+    rung *at; /* in the plan's arena */
     uint32_t n;
     koila__outline *usual, *host;
+    uint64_t limit; /* choices of paths that are bound to need more are not tried */
+    uint64_t part;  /* of a bound, by which the next limit is lower */
 } rungs;
+
+static bool choose_rung(const rung *r)
+{
+    return r->path ? koila__path_choose(r->outline, r->path, r->choice)
+                   : koila__outline_choose(r->outline, &r->how);
+}
+
+/* Room for the rungs of ladders and paths. */
+static koila_status rungs_room(const koila__planning *q, rungs *r)
+{
+    const size_t most = KOILA_COUNT(ladder) + KOILA_COUNT(host_ladder) +
+                        (size_t)MOST_PATHS * (KOILA__PATH_GROUPS + 1);
+    r->at = koila__arena_array(&q->plan->arena, most, sizeof *r->at);
+    r->limit = UINT64_MAX;
+    r->part = 512;
+    return r->at ? KOILA_OK : KOILA_NO_MEMORY;
+}
 
 static void add_rung(rungs *r, koila__outline *outline, koila__recompute how)
 {
@@ -140,6 +172,68 @@ static void add_rung(rungs *r, koila__outline *outline, koila__recompute how)
     r->at[r->n++] = x;
 }
 
+/* The choices of a path from what was chosen last become rungs. */
+static koila_status add_path(const koila__planning *q, rungs *r, koila_node at,
+                             koila__direction direction, uint64_t until)
+{
+    koila__arena *arena = &q->plan->arena;
+    koila__path *path = koila__arena_alloc(arena, sizeof *path);
+    if (!path)
+        return KOILA_NO_MEMORY;
+    KOILA_TRY(koila__path_make(r->usual, direction, until, arena, path));
+    for (uint32_t i = 0; i < path->n; i++)
+        r->at[r->n++] = (rung){ .how = { .at = at },
+                                .outline = r->usual,
+                                .path = path,
+                                .choice = i,
+                                .bound = path->at[i].gauge.bound,
+                                .work = path->at[i].work };
+    return KOILA_OK;
+}
+
+/* Is there a rung of the ladder that needs no more, in bytes and in work? */
+static bool is_dominated(const rungs *r, uint32_t i, uint32_t n)
+{
+    for (uint32_t k = 0; k < n; k++)
+        if (k != i && r->at[k].bound <= r->at[i].bound && r->at[k].work <= r->at[i].work &&
+            (k < i || r->at[k].bound < r->at[i].bound || r->at[k].work < r->at[i].work))
+            return true;
+    return false;
+}
+
+/* Paths from the rungs of the ladder, which are all that there are so far. In a large step only the
+ * first is gone; of others that may fit and are the best, what may stay stays. */
+static koila_status add_paths_of_rungs(const koila__planning *q, rungs *r, koila_node at,
+                                       bool is_small)
+{
+    const uint64_t budget = q->options->budget_bytes;
+    const uint32_t n = r->n;
+    for (uint32_t i = 0; i < n; i++) {
+        koila__outline_choose(r->usual, &r->at[i].how);
+        if (is_small || i == 0)
+            KOILA_TRY(add_path(q, r, at, KOILA__SPARES_DEAR, UINT64_MAX));
+        koila__outline_choose(r->usual, &r->at[i].how);
+        if (!is_small && r->at[i].bound <= budget && !is_dominated(r, i, n))
+            KOILA_TRY(add_path(q, r, at, KOILA__FILLS, budget));
+    }
+    return KOILA_OK;
+}
+
+/* Paths from where all is dropped and back, and from the rungs of the ladder. */
+static koila_status add_paths(const koila__planning *q, rungs *r, koila_node at)
+{
+    static const koila__direction all[] = { KOILA__DROPS, KOILA__SPARES_DEAR, KOILA__SPARES_HIGH };
+    const uint32_t n_makers = koila__outline_n_makers(r->usual);
+    const bool is_small = n_makers <= KOILA_COST_SMALL_STEP;
+    KOILA_TRY(add_paths_of_rungs(q, r, at, is_small));
+    for (size_t i = 0; i < (is_small ? KOILA_COUNT(all) : 1); i++) {
+        memset(koila__outline_spared(r->usual), 0, n_makers);
+        if (koila__outline_choose_makers(r->usual))
+            KOILA_TRY(add_path(q, r, at, all[i], UINT64_MAX));
+    }
+    return KOILA_OK;
+}
+
 static koila_status make_rungs(const koila__planning *q, const koila__way *base, koila_node at,
                                rungs *r)
 {
@@ -148,6 +242,7 @@ static koila_status make_rungs(const koila__planning *q, const koila__way *base,
                                    .workspace = o->workspace,
                                    .user = o->user,
                                    .n_loops = base->schedule.n_loops };
+    KOILA_TRY(rungs_room(q, r));
     KOILA_TRY(
         koila__outline_new(&r->usual, base->placed, base->targets, q->n_targets, at, &how, q->mem));
     for (size_t i = 0; i < KOILA_COUNT(ladder); i++) {
@@ -155,6 +250,7 @@ static koila_status make_rungs(const koila__planning *q, const koila__way *base,
         x.at = at;
         add_rung(r, r->usual, x);
     }
+    KOILA_TRY(add_paths(q, r, at));
     if (!(o->host_price > 0))
         return KOILA_OK;
     how.uses_host = true;
@@ -188,6 +284,7 @@ static koila_status make_way(const koila__planning *q, const koila__way *base, c
         koila__placed_free(out->placed);
         return status;
     }
+    recorded_as(out, r->outline);
     out->peak = koila__plan_peak(out->placed, &out->schedule, q->options, out->rows,
                                  bound_of_rung(q, best));
     koila_assert(out->peak >= koila__outline_bound(r->outline) ||
@@ -205,36 +302,20 @@ static koila_status make_way(const koila__planning *q, const koila__way *base, c
 
 /* *best becomes the way of what was chosen last for the rung, if it is better. */
 static koila_status try_way(const koila__planning *q, const koila__way *base, const rung *r,
-                            koila__way *best, bool *is_best)
+                            koila__way *best)
 {
     koila__way way;
     KOILA_TRY(make_way(q, base, r, best, &way));
-    *is_best =
-        way.placed && (way.accepted || !best->placed || (!best->accepted && way.peak < best->peak));
-    if (*is_best)
+    if (way.placed && (way.accepted || !best->placed || (!best->accepted && way.peak < best->peak)))
         koila__way_swap(best, &way);
     koila__way_free(&way);
     return KOILA_OK;
 }
 
-static koila_status try_rung(const koila__planning *q, const koila__way *base, rung *r,
-                             koila__way *best, bool *is_best)
+/* Is there anything to try? */
+static bool is_open(const rungs *r, const rung *x)
 {
-    r->is_out = true;
-    koila__outline_choose(r->outline, &r->how);
-    return try_way(q, base, r, best, is_best);
-}
-
-/* Rung r fits. Segments are coarse: some of its results may stay. */
-static koila_status spare(const koila__planning *q, const koila__way *base, const rung *r,
-                          koila__way *best)
-{
-    bool is_best;
-    koila__outline_choose(r->outline, &r->how);
-    if (!koila__outline_spare(r->outline, &r->how, q->options->budget_bytes) ||
-        !is_less(koila__outline_work(r->outline), best))
-        return KOILA_OK;
-    return try_way(q, base, r, best, &is_best);
+    return !x->is_out && (!x->path || x->bound <= r->limit);
 }
 
 /* The rung of the least work that may fit, or NULL. */
@@ -243,7 +324,7 @@ static rung *least_work(rungs *r, uint64_t budget)
     rung *best = NULL;
     for (uint32_t i = 0; i < r->n; i++) {
         rung *x = &r->at[i];
-        if (!x->is_out && x->bound <= budget && (!best || x->work < best->work))
+        if (is_open(r, x) && x->bound <= budget && (!best || x->work < best->work))
             best = x;
     }
     return best;
@@ -255,29 +336,39 @@ static rung *least_bound(rungs *r)
     rung *best = NULL;
     for (uint32_t i = 0; i < r->n; i++) {
         rung *x = &r->at[i];
-        if (!x->is_out && (!best || x->bound < best->bound))
+        if (is_open(r, x) && (!best || x->bound < best->bound))
             best = x;
     }
     return best;
 }
 
-/* The least work of all rungs of `base` that fit, and of that what fits too; else the one with the
- * least peak, if that is below *best's. A rung is built only where its bounds leave it a chance. */
+/* Where the choice of a path does not fit, or is not accepted, those that need as much, or a little
+ * less, are not tried: there are many alike. Each time it is twice as much less. */
+static koila_status try_rung(const koila__planning *q, const koila__way *base, rungs *r, rung *x,
+                             koila__way *best)
+{
+    x->is_out = true;
+    if (!choose_rung(x))
+        return KOILA_OK;
+    KOILA_TRY(try_way(q, base, x, best));
+    if (x->path && !best->accepted) {
+        r->limit = x->bound - x->bound / r->part;
+        r->part = r->part > 2 ? r->part / 2 : 2;
+    }
+    return KOILA_OK;
+}
+
+/* The least work of all rungs of `base` that fit; else the one with the least peak, if that is
+ * below *best's. A rung is built only where its bounds leave it a chance. */
 static koila_status climb(const koila__planning *q, const koila__way *base, rungs *r,
                           koila__way *best)
 {
     rung *x = least_work(r, q->options->budget_bytes);
-    rung *taken = NULL;
-    bool is_best;
-    for (; x && is_less(x->work, best); x = least_work(r, q->options->budget_bytes)) {
-        KOILA_TRY(try_rung(q, base, x, best, &is_best));
-        taken = is_best && best->accepted ? x : taken;
-    }
-    if (taken && !taken->how.n_offloaded)
-        KOILA_TRY(spare(q, base, taken, best));
+    for (; x && is_less(x->work, best); x = least_work(r, q->options->budget_bytes))
+        KOILA_TRY(try_rung(q, base, r, x, best));
     x = best->accepted ? NULL : least_bound(r);
     for (; x && (!best->placed || x->bound < best->peak); x = least_bound(r))
-        KOILA_TRY(try_rung(q, base, x, best, &is_best));
+        KOILA_TRY(try_rung(q, base, r, x, best));
     return KOILA_OK;
 }
 
@@ -353,8 +444,10 @@ static koila_status drop(koila__planning *q, const koila__way *way, rung *r, koi
     KOILA_TRY(koila__recompute_new(r->outline, way->placed, way->targets, q->n_targets, r->how,
                                    q->mem, &next->placed, next->targets));
     const koila_status status = koila__search_placed(q, keeps, KOILA_COUNT(keeps), next);
-    if (status == KOILA_OK)
+    if (status == KOILA_OK) {
+        recorded_as(next, r->outline);
         return KOILA_OK;
+    }
     koila__placed_free(next->placed);
     next->placed = NULL;
     return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
@@ -374,6 +467,7 @@ static koila_status make_rungs_along(const koila__planning *q, const koila__way 
     for (uint32_t a = 0; a < q->graph->axes.n; a++)
         one[a] = 1;
     how.rows = one;
+    KOILA_TRY(rungs_room(q, r));
     KOILA_TRY(
         koila__outline_new(&r->usual, way->placed, way->targets, q->n_targets, x.at, &how, q->mem));
     for (size_t i = 0; i < KOILA_COUNT(n_segments); i++) {

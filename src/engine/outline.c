@@ -89,8 +89,7 @@ struct koila__outline {
     bool *wanted;      /* [store] */
     bool *stays;       /* [store] */
     bool *may_wait;    /* [store] */
-    bool *is_spared;   /* [maker] its results stay: koila__outline_spare() */
-    uint32_t *costly;  /* [maker] scratch of it */
+    bool *is_spared;   /* [maker] its results stay */
     koila_node *need;  /* [store] the first node after `at` for which it is wanted */
     koila_node *needs; /* [maker] the first one for which it runs again */
     bool *is_again;    /* [maker] */
@@ -100,6 +99,8 @@ struct koila__outline {
     double chosen_work;
 
     /* the bound */
+    uint64_t most;                     /* of the step as recorded */
+    double strain;                     /* of the bound that was found last */
     uint64_t *rise0, *fall0;           /* [node] bytes that begin, and end: made after `at` */
     uint64_t *rise, *fall;             /* [node] with what the choice adds */
     uint64_t *rise_again, *fall_again; /* [maker] the same when it runs again */
@@ -526,6 +527,11 @@ static void cut(koila__outline *o, uint32_t n_segments)
     if (o->n_segments == n_segments)
         return;
     o->n_segments = n_segments;
+    o->last_segment = KOILA_NONE;
+    if (!n_segments) {
+        memset(o->segment, 0, end * sizeof *o->segment);
+        return;
+    }
     for (koila_node n = 0; n < end && o->all_held; number++) {
         koila_node best = KOILA_NONE;
         for (koila_node k = n; k < end; k++) {
@@ -818,13 +824,24 @@ static void count_all(koila__outline *o)
     }
 }
 
+/* The 16th power: of two moments, one with 5 % more bytes counts as two of the other. */
+static double strain_of(const koila__outline *o, uint64_t now)
+{
+    double x = o->most ? (double)now / (double)o->most : 0;
+    x *= x;
+    x *= x;
+    x *= x;
+    return x * x;
+}
+
 /* Node n runs, or its storages are only there. */
-static void see(const koila__outline *o, koila_node n, bool runs, uint64_t now, uint64_t *peak)
+static void see(koila__outline *o, koila_node n, bool runs, uint64_t now, uint64_t *peak)
 {
     if (o->workspace && runs)
         now += o->workspace[n];
     if (now > *peak)
         *peak = now;
+    o->strain += strain_of(o, now);
 }
 
 uint64_t koila__outline_bound(koila__outline *o)
@@ -832,6 +849,7 @@ uint64_t koila__outline_bound(koila__outline *o)
     uint64_t now = o->collected;
     uint64_t peak = now;
     uint32_t next = 0;
+    o->strain = 0;
     count_all(o);
     for (koila_node n = 0; n < o->n_nodes; n++) {
         bool runs = n > o->at;
@@ -850,47 +868,37 @@ uint64_t koila__outline_bound(koila__outline *o)
     return peak;
 }
 
-/* o->costly := the makers that run again, those of the most work first; returns how many. All
- * others are spared: what stays now stays. */
-static uint32_t find_costly(koila__outline *o)
+koila__gauge koila__outline_gauge(koila__outline *o)
 {
-    uint32_t n = 0;
-    for (uint32_t k = 0; k < o->makers.n; k++) {
-        o->is_spared[k] = !o->is_again[k];
-        if (o->is_again[k])
-            o->costly[n++] = k;
-    }
-    for (uint32_t gap = n / 2; gap; gap /= 2) /* a shell sort: there may be thousands */
-        for (uint32_t i = gap; i < n; i++) {
-            const uint32_t k = o->costly[i];
-            const double work = o->makers.at[k].work;
-            uint32_t at = i;
-            for (; at >= gap && o->makers.at[o->costly[at - gap]].work < work; at -= gap)
-                o->costly[at] = o->costly[at - gap];
-            o->costly[at] = k;
-        }
-    return n;
+    const uint64_t bound = koila__outline_bound(o);
+    return (koila__gauge){ bound, o->strain };
 }
 
-bool koila__outline_spare(koila__outline *o, const koila__recompute *how, uint64_t budget)
+uint32_t koila__outline_n_makers(const koila__outline *o) { return o->makers.n; }
+
+double koila__outline_maker_work(const koila__outline *o, uint32_t k)
 {
-    const uint32_t n = find_costly(o);
-    const uint32_t part = (n + KOILA__SPARED_PARTS - 1) / KOILA__SPARED_PARTS;
-    bool any = false;
-    for (uint32_t i = 0; i < n; i += part) {
-        const uint32_t end = i + part < n ? i + part : n;
-        for (uint32_t k = i; k < end; k++)
-            o->is_spared[o->costly[k]] = true;
-        choose(o, how);
-        const bool fits = koila__outline_bound(o) <= budget;
-        for (uint32_t k = i; k < end; k++)
-            o->is_spared[o->costly[k]] = fits;
-        any |= fits;
-    }
-    return choose(o, how) && any;
+    return o->makers.at[k].work;
+}
+
+bool koila__outline_is_again(const koila__outline *o, uint32_t k) { return o->is_again[k]; }
+
+bool *koila__outline_spared(koila__outline *o) { return o->is_spared; }
+
+bool koila__outline_choose_makers(koila__outline *o)
+{
+    return choose(o, &(koila__recompute){ .at = o->at });
 }
 
 double koila__outline_work(const koila__outline *o) { return o->chosen_work; }
+
+double koila__outline_recorded(const koila__outline *o, uint32_t *n_needed)
+{
+    *n_needed = 0;
+    for (koila_node n = 0; n < o->n_nodes; n++)
+        *n_needed += o->is_needed[n];
+    return o->work;
+}
 
 /* ---- all of it */
 
@@ -963,7 +971,6 @@ static koila_status make_choice(koila__outline *o)
     MAKE(needs, M);
     MAKE(is_again, M);
     MAKE(is_spared, M);
-    MAKE(costly, M);
     MAKE(is_first, M);
     MAKE(is_read, S);
     MAKE(last, S);
@@ -990,7 +997,11 @@ static koila_status fill(koila__outline *o, const koila_value *targets, uint32_t
     hold_whole(o, is_result);
     KOILA_TRY(weigh(o));
     KOILA_TRY(find_costs(o));
-    return make_choice(o);
+    KOILA_TRY(make_choice(o));
+    memset(o->is_spared, true, o->makers.n * sizeof *o->is_spared);
+    koila__outline_choose_makers(o);
+    o->most = koila__outline_bound(o);
+    return KOILA_OK;
 }
 
 koila_status koila__outline_new(koila__outline **out, const koila__placed *p,
@@ -1008,6 +1019,7 @@ koila_status koila__outline_new(koila__outline **out, const koila__placed *p,
                            .mem = a,
                            .at = at,
                            .n_nodes = p->graph->nodes.n,
+                           .last_segment = KOILA_NONE,
                            .uses_host = options->uses_host,
                            .is_whole = options->n_loops == 0,
                            .is_one = options->n_loops <= 1 };

@@ -18,7 +18,8 @@ typedef struct koila__recompute {
     koila_node at;
     /* The nodes up to `at` are cut into so many segments that hold equal bytes for the backward
      * pass. What crosses from one to another stays, and so does the last segment: it is needed at
-     * once. 2 or more; 1 where only host memory is used. */
+     * once. 2 or more; 1 where only host memory is used; 0: there are none, each maker may run
+     * again. */
     uint32_t n_segments;
     bool keeps_expensive; /* results of expensive operators (cost.h) stay too */
     /* Of the bytes held for the backward pass, the first so many KOILA__OFFLOAD_PARTS may wait in
@@ -58,15 +59,30 @@ void koila__outline_free(koila__outline *o);
 
 /* Decides what becomes of each storage. False: nothing is dropped. */
 bool koila__outline_choose(koila__outline *o, const koila__recompute *how);
-/* Of what was chosen last for `how`, lets results stay as long as the bound is within the budget:
- * those of the most work first, in KOILA__SPARED_PARTS parts. False: none stays, or nothing is
- * dropped then. */
-bool koila__outline_spare(koila__outline *o, const koila__recompute *how, uint64_t budget);
-enum { KOILA__SPARED_PARTS = 16 };
+/* A maker is a call of the forward pass that makes storages. */
+uint32_t koila__outline_n_makers(const koila__outline *o);
+/* Its work, and whether it runs again by what was chosen last. */
+double koila__outline_maker_work(const koila__outline *o, uint32_t k);
+bool koila__outline_is_again(const koila__outline *o, uint32_t k);
+/* [makers] the results of which ones stay: fill it before koila__outline_choose_makers(). */
+bool *koila__outline_spared(koila__outline *o);
+/* Decides by what is spared alone, whatever the segments: all that the backward pass needs of the
+ * others is dropped, and so is what these need. False: nothing is. */
+bool koila__outline_choose_makers(koila__outline *o);
+
 /* Of what was chosen last: a lower bound of the peak of its schedule, in the options' rows. */
 uint64_t koila__outline_bound(koila__outline *o);
+/* The same, and how much is held near that: each moment counts by a power of its bytes. */
+typedef struct koila__gauge {
+    uint64_t bound;
+    double strain;
+} koila__gauge;
+koila__gauge koila__outline_gauge(koila__outline *o);
 /* The same of its work: every call once, those that run again twice, and copies. */
 double koila__outline_work(const koila__outline *o);
+
+/* The work of the step as recorded, and how many calls it needs. */
+double koila__outline_recorded(const koila__outline *o, uint32_t *n_needed);
 
 /* The value that names the storage in which v lies. */
 koila_value koila__outline_root(const koila__outline *o, koila_value v);

@@ -38,6 +38,12 @@
  * times the cheapest one. */
 #define KOILA_COST_MODERATE 2.0
 
+/* A step of at most so many calls in its forward pass takes the time to refine each way to drop
+ * results: a millisecond in all. */
+#define KOILA_COST_SMALL_STEP 32
+/* Above so many calls by moves, fewer of them move at a time. */
+#define KOILA_COST_MOVES 4096
+
 /* What calling an operator takes whatever its operands, in bytes moved meanwhile: 9 us at 10 GB/s.
  * Measured on a CPU core (torch 2.13): the time of a step in slices of 64 tokens, less that in
  * slices of 512, by the calls that it makes more. A GPU moves more meanwhile, so there thin slices

@@ -299,8 +299,9 @@ static double least_work(const table *t, uint64_t budget)
 
 /* ---- the planner */
 
-/* .work is 0 where it finds no plan. *highest: where it holds the most; NULL: it is not asked. */
-static cost planned(const step *x, uint64_t budget, koila_node *highest)
+/* .work is 0 where it finds no plan. recorded: the work of the step as it was; 0: not known.
+ * *highest: where it holds the most; NULL: it is not asked. */
+static cost planned(const step *x, uint64_t budget, double recorded, koila_node *highest)
 {
     const koila_plan_options o = { .struct_size = sizeof o,
                                    .budget_bytes = budget,
@@ -312,6 +313,8 @@ static cost planned(const step *x, uint64_t budget, koila_node *highest)
     CHECK(status == KOILA_OK || status == KOILA_OOM);
     if (p)
         c = (cost){ koila_plan_get(p).peak_bytes, koila_plan_get(p).work };
+    if (p && recorded > 0) /* a call that only runs later was recorded too */
+        CHECK(fabs(koila_plan_get(p).work / koila_plan_get(p).replay_ratio - recorded) < 1);
     if (p && highest)
         *highest = koila_plan_get(p).peak_node;
     koila_plan_free(p);
@@ -328,18 +331,20 @@ static bool is_over(double work, double least) { return work > 1.1 * least; }
 static void compare(const step *x, const table *t, cost plain, score *s)
 {
     uint64_t peak = 0;
-    double most_work = 0;
+    double most_work = 0, last_work = INFINITY;
     CHECK(plain.peak == t->at[0].peak && fabs(plain.work - t->at[0].work) < 1);
     for (uint32_t k = 0; k < N_BUDGETS; k++) {
         const uint64_t budget = t->least + (plain.peak - t->least) * k / N_BUDGETS;
         const double least = least_work(t, budget);
-        const cost c = planned(x, budget, NULL);
+        const cost c = planned(x, budget, plain.work, NULL);
         s->n++;
         s->n_missed += !c.work;
         if (!c.work)
             continue;
-        CHECK(c.peak <= budget && c.peak >= peak); /* monotone */
+        CHECK(c.peak <= budget);
+        CHECK(c.peak >= peak && c.work <= last_work); /* monotone */
         peak = c.peak;
+        last_work = c.work;
         s->n_over += is_over(c.work, least);
         s->n_less += c.work < least - 1;
         s->sum += c.work / least;
@@ -358,7 +363,7 @@ TEST(oracle__what_is_computed_again_is_almost_the_least_work_there_is)
         step x;
         koila_node highest = KOILA_NONE;
         step_init(&x, seed);
-        const cost plain = planned(&x, UINT64_MAX, &highest);
+        const cost plain = planned(&x, UINT64_MAX, 0, &highest);
         fill_table(&x, highest, &t);
         if (t.least < plain.peak)
             compare(&x, &t, plain, &s);
@@ -368,6 +373,6 @@ TEST(oracle__what_is_computed_again_is_almost_the_least_work_there_is)
     printf("  %u budgets: %u found no plan; work is %.4f of the least, at most %.3f; %u over 1.1, "
            "%u below; %u planted faults seen\n",
            s.n, s.n_missed, s.sum / n, s.worst, s.n_over, s.n_less, s.n_seen);
-    CHECK(n > 5000 && 9 * s.n_missed <= s.n);
-    CHECK(50 * s.n_over <= n && s.sum <= 1.01 * n && 20 * s.n_seen > n);
+    CHECK(n > 5000 && 50 * s.n_missed <= s.n);
+    CHECK(400 * s.n_over <= n && s.worst < 1.11 && s.sum <= n && 20 * s.n_seen > n);
 }

@@ -174,7 +174,7 @@ def test_half_and_a_third_of_the_activations_of_a_deep_net():
 
 
 @counted
-def test_a_smaller_budget_never_needs_more_memory():
+def test_a_smaller_budget_never_needs_more_memory_or_less_work():
     _, whole = step(tower, (3, 32, 32), 1, lazy)
     before, work = whole + 1, 0.0
     for i in range(50, 4, -1):
@@ -183,7 +183,7 @@ def test_a_smaller_budget_never_needs_more_memory():
         except koila.OutOfMemory:
             break
         assert peak <= before
-        assert koila.last_plan().replay_ratio >= 0.98 * work  # almost, for it is no exact optimum
+        assert koila.last_plan().replay_ratio >= work
         before, work = peak, koila.last_plan().replay_ratio
     assert before < 0.5 * whole
 

@@ -1,0 +1,223 @@
+/* spare.c — choices of what is dropped, one call after another.
+ *
+ * Segments are coarse: they drop more than a budget asks for, and miss single results that do.
+ * A path begins where segments end (or where all is dropped, or nothing) and moves one call, or one
+ * group of calls in a large step, at a time: the one that saves the most work for the bytes that it
+ * adds. Every choice on the way is a plan that may be taken, and none depends on the budget: so a
+ * larger budget has all choices of a smaller one, and never more work. In large steps there are few
+ * paths, and choices that fill the budget beside them.
+ *
+ * Bytes are those of the gauge, not the highest moment alone: of two results that are both held
+ * there, or at two moments that are as high, dropping one changes nothing yet.
+ *
+ * The best move is found lazily. What a move is worth changes little from one choice to the next,
+ * so the best of what was last known is looked at anew, and taken if it is still the best. */
+#include "engine/spare.h"
+
+#include "engine/plan_costs.h"
+
+#include <math.h>
+
+/* Moves that are looked at anew before the best one of those is taken. */
+enum { MOST_LOOKS = 4 };
+/* Groups of KOILA__FILLS. */
+enum { FILLED_GROUPS = 16 };
+
+/* What a move is worth. */
+typedef struct worth {
+    bool is_free; /* it costs nothing */
+    double value; /* gain; gain by cost where it is not free */
+} worth;
+
+/* Makers that are spared, or dropped, together. */
+typedef struct group {
+    uint32_t first, n; /* of walk.makers */
+    worth worth;       /* as far as known */
+    uint32_t seen;     /* at this choice; KOILA_NONE: never */
+    bool is_done;
+    koila__choice then; /* what it led to when it was seen */
+} group;
+
+typedef struct walk {
+    koila__outline *o;
+    koila__direction direction;
+    uint32_t *makers; /* [n_makers] that run again, those of the most work first */
+    uint32_t n_makers;
+    bool *is_spared; /* [makers of o] its own */
+    group *groups;
+    uint32_t n_groups;
+    koila__path *path;
+} walk;
+
+static bool is_less_work(const koila__outline *o, uint32_t a, uint32_t b)
+{
+    return koila__outline_maker_work(o, a) < koila__outline_maker_work(o, b);
+}
+
+/* Sorts the makers, those of the most work first. A shell sort: there may be thousands. */
+static void sort_makers(walk *w)
+{
+    for (uint32_t gap = w->n_makers / 2; gap; gap /= 2)
+        for (uint32_t i = gap; i < w->n_makers; i++) {
+            const uint32_t k = w->makers[i];
+            uint32_t at = i;
+            for (; at >= gap && is_less_work(w->o, w->makers[at - gap], k); at -= gap)
+                w->makers[at] = w->makers[at - gap];
+            w->makers[at] = k;
+        }
+}
+
+static koila__choice look(walk *w)
+{
+    koila__outline_choose_makers(w->o);
+    return (koila__choice){ koila__outline_gauge(w->o), koila__outline_work(w->o) };
+}
+
+static void move(walk *w, const group *g, bool back)
+{
+    for (uint32_t i = g->first; i < g->first + g->n; i++)
+        w->is_spared[w->makers[i]] = back == w->path->drops;
+}
+
+static worth worth_of(koila__direction direction, koila__choice now, koila__choice then)
+{
+    const double bytes = then.gauge.strain - now.gauge.strain;
+    const double work = now.work - then.work;
+    const bool drops = direction == KOILA__DROPS;
+    const double gain = drops ? -bytes : work;
+    const double cost = drops ? -work : bytes;
+    if (cost > 0)
+        return (worth){ false, gain / cost };
+    return (worth){ true, direction == KOILA__SPARES_HIGH ? -bytes : gain };
+}
+
+static bool is_better(worth a, worth b)
+{
+    return a.is_free != b.is_free ? a.is_free : a.value > b.value;
+}
+
+static group *best_known(walk *w)
+{
+    group *best = NULL;
+    for (uint32_t i = 0; i < w->n_groups; i++) {
+        group *g = &w->groups[i];
+        if (!g->is_done && (!best || is_better(g->worth, best->worth)))
+            best = g;
+    }
+    return best;
+}
+
+/* The best of those seen at this choice. */
+static group *best_seen(walk *w)
+{
+    group *best = NULL;
+    for (uint32_t i = 0; i < w->n_groups; i++) {
+        group *g = &w->groups[i];
+        if (!g->is_done && g->seen == w->path->n && (!best || is_better(g->worth, best->worth)))
+            best = g;
+    }
+    return best;
+}
+
+static group *next_group(walk *w)
+{
+    const koila__choice now = w->path->at[w->path->n - 1];
+    group *g = best_known(w);
+    for (uint32_t n_looks = 0; g && g->seen != w->path->n; g = best_known(w)) {
+        if (g->seen != KOILA_NONE && n_looks++ == MOST_LOOKS)
+            return best_seen(w);
+        move(w, g, false);
+        g->then = look(w);
+        move(w, g, true);
+        g->worth = worth_of(w->direction, now, g->then);
+        g->seen = w->path->n;
+    }
+    return g;
+}
+
+static void walk_all(walk *w)
+{
+    koila__path *p = w->path;
+    p->at[p->n++] = look(w);
+    for (group *g = next_group(w); g; g = next_group(w)) {
+        g->is_done = true;
+        move(w, g, false);
+        for (uint32_t i = g->first; i < g->first + g->n; i++)
+            p->turn[w->makers[i]] = p->n;
+        p->at[p->n++] = g->then;
+    }
+}
+
+/* Spares each group in turn, where that fits; the last choice is the path's only one. */
+static void fill(walk *w, uint64_t budget)
+{
+    koila__path *p = w->path;
+    for (uint32_t i = 0; i < w->n_groups; i++) {
+        move(w, &w->groups[i], false);
+        if (look(w).gauge.bound > budget)
+            move(w, &w->groups[i], true);
+    }
+    for (uint32_t i = 0; i < w->n_makers; i++)
+        if (!w->is_spared[w->makers[i]])
+            p->turn[w->makers[i]] = KOILA_NONE;
+    p->at[p->n++] = look(w);
+}
+
+static void make_groups(walk *w, uint32_t n_groups)
+{
+    const uint32_t size = (w->n_makers + n_groups - 1) / n_groups;
+    for (uint32_t i = 0; i < w->n_makers; i += size) {
+        const uint32_t left = w->n_makers - i;
+        w->groups[w->n_groups++] = (group){ .first = i,
+                                            .n = left < size ? left : size,
+                                            .worth = { true, INFINITY },
+                                            .seen = KOILA_NONE };
+    }
+}
+
+static uint32_t most_groups(uint32_t n_makers)
+{
+    const uint32_t n = KOILA_COST_MOVES / (n_makers + 1);
+    if (n < KOILA__PATH_GROUPS / 8)
+        return KOILA__PATH_GROUPS / 8;
+    return n < KOILA__PATH_GROUPS ? n : KOILA__PATH_GROUPS;
+}
+
+koila_status koila__path_make(koila__outline *o, koila__direction direction, uint64_t budget,
+                              koila__arena *arena, koila__path *path)
+{
+    const uint32_t n = koila__outline_n_makers(o);
+    const uint32_t n_groups = direction == KOILA__FILLS ? FILLED_GROUPS : most_groups(n);
+    walk w = {
+        .o = o, .direction = direction, .path = path, .is_spared = koila__outline_spared(o)
+    };
+    *path = (koila__path){ .drops = direction == KOILA__DROPS };
+    path->turn = koila__arena_array(arena, n + 1, sizeof *path->turn);
+    path->at = koila__arena_array(arena, n_groups + 1, sizeof *path->at);
+    w.makers = koila__arena_array(arena, n + 1, sizeof *w.makers);
+    w.groups = koila__arena_array(arena, n_groups, sizeof *w.groups);
+    if (!path->turn || !path->at || !w.makers || !w.groups)
+        return KOILA_NO_MEMORY;
+    for (uint32_t k = 0; k < n; k++) {
+        const bool is_again = koila__outline_is_again(o, k);
+        w.is_spared[k] = path->drops || !is_again;
+        path->turn[k] = path->drops ? KOILA_NONE : 0;
+        if (is_again)
+            w.makers[w.n_makers++] = k;
+    }
+    sort_makers(&w);
+    make_groups(&w, n_groups);
+    if (direction == KOILA__FILLS)
+        fill(&w, budget);
+    else
+        walk_all(&w);
+    return KOILA_OK;
+}
+
+bool koila__path_choose(koila__outline *o, const koila__path *path, uint32_t i)
+{
+    bool *is_spared = koila__outline_spared(o);
+    for (uint32_t k = 0; k < koila__outline_n_makers(o); k++)
+        is_spared[k] = (path->turn[k] <= i) != path->drops;
+    return koila__outline_choose_makers(o);
+}
