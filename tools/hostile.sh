@@ -56,7 +56,7 @@ sanitize() {
         -Csetup-args=-Db_sanitize=address,undefined -Csetup-args=-Db_lundef=false -Csetup-args=-Ddebug_level=3 -Csetup-args=-Db_ndebug=false \
         -Csetup-args=-Dbuildtype=debugoptimized -Ccompile-args=-j"$JOBS"
     rm -f "$BUILD"/ubsan.*
-    for file in exactness_losses exactness_programs bad_input wild capture_doors plan_ahead rules_of_users layers together random interrupts factories reads samples threads any_failure cuda_planning; do
+    for file in exactness_losses exactness_programs bad_input wild capture_doors plan_ahead rules_of_users layers together random interrupts factories reads samples threads any_failure known_backwards cuda_planning; do
         [ -e "tests/python/test_$file.py" ] || continue
         few=""
         [ "$file" != plan_ahead ] || few="not gpt and not llama and not vit"
