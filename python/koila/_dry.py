@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from . import _backward, _core
+from ._torch import untyped_storage
 
 
 def _draws(func: Any, args: Any) -> bool:
@@ -36,6 +37,11 @@ class UndoWrites(TorchDispatchMode):
         self._drew = False  # if nothing was drawn here, what other threads drew stays drawn
         TorchDispatchMode.__enter__(self)
         return self
+
+    def wrote(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Was one of these written?"""
+        memory = {untyped_storage(t).data_ptr() for t, _, _ in self._before.values()}
+        return any(untyped_storage(t).data_ptr() in memory for t in tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

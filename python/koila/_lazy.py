@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar, overload
@@ -245,6 +246,7 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
     if first.device.type == "cpu":
         _core.held_fits(call)
     _sharded.refuse_recording()
+    _know_compiled_modules()
     _packed.forget()
     axis = _core.axis(first.shape[d0])
     made: dict[tuple[int, int], Any] = {}
@@ -266,6 +268,13 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
         )
 
     return tree_map(wrap, value, batch, "", wrap_packed)
+
+
+def _know_compiled_modules() -> None:
+    if "torch._dynamo.eval_frame" in sys.modules:
+        from . import _compiled  # needs what most programs do not
+
+        _compiled.install()
 
 
 def _no_tensor(values: tuple[Any, ...], call: str) -> ValueError:

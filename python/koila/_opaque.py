@@ -8,6 +8,7 @@ import copy
 import functools
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -126,6 +127,26 @@ def _storage(t: torch.Tensor) -> int:
     return int(untyped_storage(t)._cdata)
 
 
+class _Compilation:
+    """Tells whether anything is compiled from when it is made until `found()`, which lets the
+    executor know."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    @staticmethod
+    def _now() -> int:
+        dynamo: Any = sys.modules.get("torch._dynamo.utils")
+        times = getattr(dynamo, "compilation_time_metrics", {})
+        return sum(map(len, list(times.values())))
+
+    def found(self) -> bool:
+        found = self._now() != self._before
+        if found:
+            _core.note_compiled()
+        return found
+
+
 _ALONE = 2  # a tensor's memory is used by the tensor, and by who asks
 
 
@@ -144,8 +165,8 @@ def _has_own_memory(t: torch.Tensor, taken: set[int]) -> bool:
 
 _Shapes = list[tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes of results
 
-# What `kinds` says of an argument or a result (rules_custom.c).
-EITHER, ROWS, WHOLE, SUM = range(4)
+# What `kinds` says of an argument (rules_custom.c).
+EITHER, ROWS, WHOLE = range(3)
 
 
 class _Call:
@@ -156,8 +177,9 @@ class _Call:
 
     needed: which parameters need gradients; differentiated: which arguments do, then which
         parameters.
-    kinds: of each argument, then of each result.
+    kinds: of each argument.
     results: the nesting of the results, and which of them are tensors rather than None.
+    used: of each result, the parameters that it depends on; None: it is not known.
     of_rows: what the results are for two rows; shapes: for a sharded module, the same by its
         inputs.
     device, autocast: the program's default device and autocast at the call, for the function runs
@@ -183,6 +205,7 @@ class _Call:
         "shapes",
         "shards",
         "shared",
+        "used",
     )
 
     def __init__(
@@ -194,10 +217,12 @@ class _Call:
         shards: list[torch.Tensor],
         differentiated: list[bool],
         kinds: list[int],
+        used: list[set[int]] | None,
     ) -> None:
         self.function, self.rebuild, self.module = function, rebuild, module
         self.names, self.needed, self.shards = list(needed), list(needed.values()), shards
-        self.differentiated, self.kinds, self.held = differentiated, kinds, _Held()
+        self.differentiated, self.kinds, self.used = differentiated, kinds, used
+        self.held = _Held()
         self.shared: set[int] = set()
         self.device = _device.CURRENT_DEVICE
         self.autocast = _autocast_now()
@@ -261,6 +286,29 @@ class _Call:
         self.results = structure, [x is not None for x in leaves]
         return [x for x in leaves if x is not None]
 
+    def unused(self, given: list[int]) -> set[int]:
+        """Parameters that none of these results depends on: they have no gradient, as in plain
+        PyTorch. Where it is not known, they have one of zeros."""
+        if self.used is None:
+            return set()
+        return set(range(len(self.names))).difference(*(self.used[i] for i in given))
+
+    def check(self, results: list[torch.Tensor], n_rows: int) -> None:
+        """Raises where results have other sizes than those of two rows let expect."""
+        found = [(tuple(r.shape), r.dtype) for r in results]
+        expected = self.sizes(n_rows)
+        if expected is not None and found != expected:
+            raise UnsupportedError(
+                f"a module that runs as it is gave {found} for a slice of {n_rows} rows, expected "
+                f"{expected}: its rows are not independent"
+            )
+
+    def sizes(self, n_rows: int) -> _Shapes | None:
+        """Of the results for so many rows. None: sharded, what they are depends on the ranks."""
+        if self.of_rows is None:
+            return None
+        return [((n_rows, *shape[1:]), dtype) for shape, dtype in self.of_rows]
+
     def nested(self, tensors: Any) -> Any:
         assert self.results is not None
         structure, there = self.results
@@ -287,6 +335,7 @@ def _forward(
     call = _calls[key]
     with torch.no_grad(), call.alone():
         results = call(inputs, None if call.own(parameters) is not None else parameters)
+    call.check(results, len(inputs[0]))
     given = {_storage(t) for t in [*inputs, *parameters]}
     return [r if _has_own_memory(r, given) else r.contiguous().clone() for r in results]
 
@@ -343,10 +392,11 @@ def _forward_kept(
     token = torch.empty(0, dtype=torch.uint8, device=device)
     if not _core.wants_graph():
         return [*_forward(inputs, parameters, kinds, key), token]
-    before = _bytes_now(device)
+    before, compilation = _bytes_now(device), _Compilation()
     with _WithAutograd(), call.alone():
         results, leaves = _run_with_graph(call, inputs, parameters)
         graph = _Graph(results, leaves)
+    call.check(results, len(inputs[0]))
     taken = {_storage(t) for t in [*inputs, *parameters]}
     out = [r.detach() for r in results]
     del results, leaves
@@ -355,11 +405,11 @@ def _forward_kept(
             out[i] = r.contiguous().clone()
         elif _n_users(r) > _ALONE and i not in shared:
             # The graph has it too: from the next step on the plan knows, and nothing is copied.
-            if SUM not in kinds[len(inputs) + i :][:1]:
-                call.shared.add(i)
+            call.shared.add(i)
             out[i] = r.clone()
     n_bytes = sum({_storage(r): untyped_storage(r).nbytes() for r in out}.values())
-    call.held.saw(len(inputs[0]), _bytes_now(device) - before - n_bytes)
+    if not compilation.found():
+        call.held.saw(len(inputs[0]), _bytes_now(device) - before - n_bytes)
     token._koila_graph = [graph]  # type: ignore[attr-defined]
     return [*out, token]
 
@@ -376,6 +426,7 @@ def _backward_of(
     key: int,
 ) -> list[torch.Tensor]:
     call = _calls[key]
+    compilation = _Compilation()
     waiting: list[_Graph] = kept[-1]._koila_graph if kept else []  # type: ignore[attr-defined]
     with _WithAutograd(), call.alone():
         if waiting:
@@ -389,6 +440,7 @@ def _backward_of(
                 )
             del results, leaves
         found = graph.gradients(given, grads, wanted)
+    compilation.found()
     del graph
     all_given = [*inputs, *parameters]
     taken = {_storage(t) for t in [*grads, *all_given]}
@@ -462,13 +514,12 @@ def _fake_backward(
 def _fake_forward(
     inputs: list[torch.Tensor], parameters: list[torch.Tensor], kinds: list[int], id: int
 ) -> list[torch.Tensor]:
-    call = _calls[id]
-    shapes = call.of_rows or call.shapes[_sharded.shapes_key(inputs)]
-    n_rows = inputs[0].shape[0]
-    return [
-        inputs[0].new_empty(shape if kind == SUM else (n_rows, *shape[1:]), dtype=dtype)
-        for (shape, dtype), kind in itertools.zip_longest(shapes, kinds[len(inputs) :])
-    ]
+    call, n_rows = _calls[id], len(inputs[0])
+    sizes = call.sizes(n_rows)
+    if sizes is None:
+        found = call.shapes[_sharded.shapes_key(inputs)]
+        sizes = [((n_rows, *shape[1:]), dtype) for shape, dtype in found]
+    return [inputs[0].new_empty(size, dtype=dtype) for size, dtype in sizes]
 
 
 def _fake_kept(
@@ -559,12 +610,17 @@ class _Opaque(torch.autograd.Function):
         n_tensors = len(ctx.needs_input_grad) - 2
         tensors, kept = saved[:n_tensors], saved[n_tensors:]
         given = [i for i, g in enumerate(grads) if g is not None]
+        unused = call.unused(given)
         wanted = [
             i
             for i, (t, needed) in enumerate(zip(tensors, ctx.needs_input_grad[2:]))
-            if (needed or call.shards) and (t.is_floating_point() or t.is_complex())
+            if (
+                t.is_floating_point() or t.is_complex()
+                if call.shards
+                else needed and i - n not in unused
+            )
         ]
-        if not given:
+        if not given or not wanted:
             return (None,) * len(ctx.needs_input_grad)
         found = _operators().opaque_backward(
             [grads[i] for i in given],
@@ -582,12 +638,20 @@ class _Opaque(torch.autograd.Function):
         return None, None, *(of.get(i) for i in range(n_tensors))
 
 
-class _Runner:
+class Runner:
     """Calls `function`; with a lazy argument it records the call instead."""
 
-    def __init__(self, function: Callable[..., Any], module: torch.nn.Module | None) -> None:
-        self._function, self._module = function, module
-        self._known: dict[Any, _Call] = {}
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        module: torch.nn.Module | None,
+        learn: Callable[..., tuple[list[int], list[set[int]]] | None] | None = None,
+    ) -> None:
+        """learn: finds out whether rows are independent, from the function, how its arguments are
+        rebuilt from tensors, and these. Returns `kinds` and `used` of a call; None: it must be
+        recorded."""
+        self._function, self._module, self._learn = function, module, learn
+        self._known: dict[Any, _Call | None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -608,6 +672,8 @@ class _Runner:
             needed = {name: p.requires_grad for name, p in named.items()}
         constants = [None if isinstance(x, torch.Tensor) else x for x in leaves]
         call = self._call(constants, structure, at, tensors, needed, shards)
+        if call is None:
+            return self._function(*args, **kwargs)
         if shards:
             _sharded.rows_shapes(
                 call, tensors, lambda: _shapes_of_rows(tensors, parameters, call.key)
@@ -629,9 +695,9 @@ class _Runner:
         tensors: list[torch.Tensor],
         needed: dict[str, bool],
         shards: list[torch.Tensor],
-    ) -> _Call:
-        """The `_Call` for these arguments. An equal call gets the same one, so that the recorder
-        reuses its shapes and its plan, and what it has measured."""
+    ) -> _Call | None:
+        """The `_Call` for these arguments; None: it must be recorded. An equal call gets the same
+        one, so that the recorder reuses its shapes and its plan, and what it has measured."""
 
         def rebuild(tensors: list[torch.Tensor]) -> Any:
             values = list(constants)
@@ -659,18 +725,23 @@ class _Runner:
             _autocast_now(),
         )
         try:
-            call, is_hashable = self._known.get(alike), True
+            if alike in self._known:
+                return self._known[alike]
+            is_hashable = True
         except TypeError:  # an argument without a hash
-            call, is_hashable = None, False
-        if call is None:
-            kinds = [EITHER] * len(tensors)
+            is_hashable = False
+        learned: Any = [EITHER] * len(tensors), None
+        if self._learn is not None:
+            learned = self._learn(self._function, rebuild, tensors)
+        call = None
+        if learned is not None:
             call = _Call(
-                self._function, rebuild, self._module, needed, shards, differentiated, kinds
+                self._function, rebuild, self._module, needed, shards, differentiated, *learned
             )
-            if len(self._known) >= _MAX_KNOWN:  # an argument that is another one each time
-                self._known.clear()
-            if is_hashable:
-                self._known[alike] = call
+        if len(self._known) >= _MAX_KNOWN:  # an argument that is another one each time
+            self._known.clear()
+        if is_hashable:
+            self._known[alike] = call
         return call
 
 
@@ -682,7 +753,7 @@ class OpaqueModule(torch.nn.Module):
         super().__init__()
         self.module = module
         self.training = module.training
-        self._run = _Runner(module, module)
+        self._run = Runner(module, module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
@@ -724,7 +795,7 @@ def opaque(fn: Callable[..., Any]) -> Callable[..., Any]:
         raise ValueError(
             f"opaque({fn!r}): expected a module or a function, got {type(fn).__name__}"
         )
-    run = _Runner(fn, None)
+    run = Runner(fn, None)
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -172,7 +172,7 @@ bool koila__rule_user(koila__case *c)
  *
  * A module or function that runs as it is. Rows are independent along dimension 0 of what is
  * batched, and parameters are whole.
- *   kinds   says of each input, then of each result, what it is
+ *   kinds   says of each input what it is
  *   graph   stands for the autograd graph of one slice: `held` bytes a row that wait for its
  *           backward; it is opaque, Note [Opaque]
  *   kept    results that share memory with the graph, then the graph; an empty list: the backward
@@ -181,7 +181,7 @@ bool koila__rule_user(koila__case *c)
  *   wanted  the inputs and parameters, counted together, whose gradients are made: those of rows
  *           are rows, all others are sums
  */
-enum { EITHER, ROWS, ALL, SUM };
+enum { EITHER, ROWS, ALL };
 
 /* Entry i of the list of ints at position pos; -1: there is none. */
 static int64_t entry(const koila__case *c, uint32_t pos, uint32_t i)
@@ -222,35 +222,21 @@ static bool are_whole(const koila__case *c, uint32_t first, uint32_t n)
     return true;
 }
 
-/* The first n results, as `kinds` tells. */
-static bool place_results(koila__case *c, uint32_t n, uint32_t n_inputs, koila_placement p)
-{
-    for (uint32_t j = 0; j < n; j++) {
-        if (!c->out_meta[j])
-            continue;
-        c->out[j] = entry(c, 2, n_inputs + j) == SUM ? koila__p(c, KOILA_SUM) : p;
-        if (koila__is_s(c->out[j]) && !koila__fits(c, p, c->out_meta[j]))
-            return false;
-    }
-    return true;
-}
-
-static bool forward(koila__case *c, uint32_t n_results)
+static bool forward(koila__case *c)
 {
     uint32_t at, n_inputs, first, n;
     if (!koila__arg_tensors(c, 0, &at, &n_inputs) || !koila__arg_tensors(c, 1, &first, &n))
         return false;
     const uint32_t lead = lead_of_rows(c, n_inputs);
     return lead != KOILA_NONE && are_whole(c, first, n) &&
-           need_inputs(c, 2, at, n_inputs, c->in[lead]) &&
-           place_results(c, n_results, n_inputs, c->in[lead]);
+           need_inputs(c, 2, at, n_inputs, c->in[lead]) && koila__out_all(c, c->in[lead]);
 }
 
-bool koila__rule_opaque(koila__case *c) { return forward(c, c->n_out); }
+bool koila__rule_opaque(koila__case *c) { return forward(c); }
 
 bool koila__rule_opaque_kept(koila__case *c)
 {
-    if (!c->n_out || !forward(c, c->n_out - 1))
+    if (!c->n_out || !forward(c))
         return false;
     c->out[c->n_out - 1] = koila__opaque(c);
     return true;
@@ -275,11 +261,9 @@ bool koila__rule_opaque_backward(koila__case *c)
         !koila__arg_tensors(c, 2, &first, &n) || !are_whole(c, first, n) ||
         !koila__arg_tensors(c, 3, &first, &n_kept) || !need_kept(c, first, n_kept, c->in[lead]))
         return false;
-    for (uint32_t i = 0; i < n_grads; i++) {
-        const bool is_sum = entry(c, 6, n_inputs + (uint32_t)entry(c, 4, i)) == SUM;
-        if (is_sum ? !koila__is_r(c->in[i]) : !koila__need(c, i, c->in[lead]))
+    for (uint32_t i = 0; i < n_grads; i++)
+        if (!koila__need(c, i, c->in[lead])) /* a whole gradient is sliced like the results */
             return false;
-    }
     for (uint32_t j = 0; j < c->n_out; j++) {
         const int64_t of = entry(c, 5, j);
         const bool is_input = of >= 0 && of < (int64_t)n_inputs;

@@ -1,6 +1,8 @@
 """Modules and functions that run as they are: their forward once a slice, and compiled ones with
 their compiled kernels."""
 
+import shutil
+
 import pytest
 import torch
 from conftest import DEVICE
@@ -40,12 +42,14 @@ def batch(rows=B):
 def gradients(model, step):
     model.zero_grad()
     step().backward()
-    return [p.grad.clone() for p in model.parameters()]
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
 def assert_alike(found, expected):
     for f, e in zip(found, expected, strict=True):
-        torch.testing.assert_close(f, e, rtol=1e-12, atol=1e-14)
+        assert (f is None) == (e is None), "a parameter that nothing uses has no gradient"
+        if f is not None:
+            torch.testing.assert_close(f, e, rtol=1e-12, atol=1e-14)
 
 
 def test_forward_runs_once_a_slice_where_its_backward_is_in_the_same_loop():
@@ -157,3 +161,169 @@ def test_a_result_that_the_graph_shares_is_not_overwritten():
                 return F.mse_loss(out.mul_(2), b)
 
             assert_alike(gradients(model, step), expected)
+
+
+# ---- compiled modules
+
+
+class Backend:
+    """Of torch.compile: runs the graph as it is, and tells how often it compiled, and on what."""
+
+    def __init__(self):
+        self.n_compiled, self.rows = 0, []
+
+    def __call__(self, graph, inputs):
+        self.n_compiled += 1
+
+        def run(*args):
+            self.rows.append(max(len(a) for a in args if isinstance(a, torch.Tensor) and a.dim()))
+            return graph.forward(*args)
+
+        return run
+
+
+@pytest.fixture
+def backend():
+    torch._dynamo.reset()
+    yield Backend()
+    torch._dynamo.reset()
+
+
+class Rows(nn.Module):
+    """A linear layer; `mix` makes its rows depend on each other, or on their number."""
+
+    def __init__(self, mix=lambda self, h: h):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.mix = nn.Linear(32, 32), mix
+        self.norm = nn.BatchNorm1d(32)
+        self.register_buffer("seen", torch.zeros(32))
+        self.double()
+
+    def forward(self, x):
+        return self.mix(self, self.linear(x)).tanh()
+
+
+def broken(self, h):
+    torch._dynamo.graph_break()
+    return h * 2
+
+
+@pytest.mark.parametrize("mix", [lambda self, h: h, broken], ids=["one graph", "graph break"])
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}, {"dynamic": False}], ids=str)
+@pytest.mark.parametrize("before", [False, True], ids=["new", "used before"])
+def test_a_compiled_module_is_compiled_for_its_slices_once(backend, mix, options, before):
+    model = Rows(mix)
+    x, y = batch()
+    expected = gradients(model, lambda: F.mse_loss(model(x), y))
+    compiled = torch.compile(model, backend=backend, **options)
+    if before:
+        gradients(model, lambda: F.mse_loss(compiled(x), y))
+
+    def step():
+        a, b = lazy(x, y)
+        return F.mse_loss(compiled(a), b)
+
+    n_compiled = []
+    for _ in range(3):
+        backend.rows.clear()
+        with koila.micro_batch(5):  # 5, 5, 2
+            assert_alike(gradients(model, step), expected)
+        n_compiled.append(backend.n_compiled)
+        assert backend.rows and max(backend.rows) <= 32  # a weight has 32
+    assert n_compiled[0] == n_compiled[1] == n_compiled[2]
+    assert n_compiled[0] <= (3 if mix is broken else 1) * 3  # 12, 5 and 2 rows
+
+
+def seen(self, h):
+    self.seen.add_(h.detach().sum(0))
+    return h + self.seen
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda self, h: h / len(h),
+        lambda self, h: h + torch.arange(len(h), device=h.device)[:, None],
+        lambda self, h: h - h.mean(0),
+        lambda self, h: h * torch.tensor(float(len(h)), device=h.device),
+        lambda self, h: h.flip(0),
+        lambda self, h: self.norm(h),
+        lambda self, h: h.t(),
+        lambda self, h: h.square().mean(),
+        seen,
+    ],
+    ids="rows positions mean constant flip norm transposed loss buffer".split(),
+)
+def test_a_compiled_module_whose_rows_depend_on_each_other_is_recorded_as_it_was_written(
+    backend, mix
+):
+    def loss(f, x, y):
+        out = f(x)
+        return out.square().mean() + (out * 2 if out.dim() == 0 else (out.sum(1) ** 2).mean())
+
+    found = []
+    x, y = batch()
+    for compiles in (False, True):
+        model = Rows(mix)
+        f = torch.compile(model, backend=backend) if compiles else model
+        with koila.micro_batch(5):
+            got = gradients(model, lambda: loss(f, lazy(x) if compiles else x, y))
+        found.append([*got, *model.buffers()])
+    assert not backend.rows
+    assert_alike(found[1], found[0])
+
+
+def test_a_compiled_part_of_a_model_is_run_as_it_is(backend):
+    model = nn.Sequential(nn.Linear(32, 32), Rows(), nn.Linear(32, 32)).double()
+    x, y = batch()
+    expected = gradients(model, lambda: F.mse_loss(model(x), y))
+    model[1] = torch.compile(model[1], backend=backend, fullgraph=True)
+    with koila.micro_batch(5):
+        assert_alike(gradients(model, lambda: F.mse_loss(model(lazy(x)), y)), expected)
+    assert backend.rows
+
+
+def test_compiled_functions_and_methods_are_recorded_as_they_were_written(backend):
+    model = Rows()
+    x, y = batch()
+    expected = gradients(model, lambda: F.mse_loss(model(x).sin(), y))
+    sine = torch.compile(torch.sin, backend=backend)
+    model.compile(backend=backend, fullgraph=True)
+    for _ in range(2):
+        F.mse_loss(sine(model(x)), y)  # compiled on plain tensors before
+        backend.rows.clear()
+        with koila.micro_batch(5):
+            assert_alike(gradients(model, lambda: F.mse_loss(sine(model(lazy(x))), y)), expected)
+        assert not backend.rows
+
+
+def test_evaluation_mode_and_no_grad_run_a_compiled_module_too(backend):
+    model = Rows(lambda self, h: self.norm(h)).eval()
+    compiled = torch.compile(model, backend=backend)
+    x, _ = batch()
+    with torch.no_grad(), koila.micro_batch(5):
+        torch.testing.assert_close(koila.run(compiled(lazy(x))), model(x), rtol=1e-12, atol=0)
+    assert backend.rows
+
+
+@pytest.mark.about_the_cpu("Inductor's kernels for a GPU need Triton")
+@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
+def test_inductors_kernels_run_on_slices_and_their_memory_is_predicted():
+    torch._dynamo.reset()
+    model = mlp(1024)
+    x, y = batch()
+    expected = gradients(model, lambda: F.mse_loss(model(x), y))
+    compiled = torch.compile(model)
+
+    def step():
+        a, b = lazy(x, y)
+        return F.mse_loss(compiled(a), b)
+
+    for _ in range(3):
+        with koila.micro_batch(4):
+            assert_alike(gradients(model, step), expected)
+    plan = koila.last_plan()
+    assert plan.n_micro_batches == 3
+    assert abs(plan.predicted_peak_bytes / plan.measured_peak_bytes - 1) <= 0.02
+    torch._dynamo.reset()

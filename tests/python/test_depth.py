@@ -441,7 +441,7 @@ def test_ways_of_calling_an_opaque_function_are_forgotten():
     def scaled(x, by):
         return x * by
 
-    run = _opaque._Runner(scaled, None)
+    run = _opaque.Runner(scaled, None)
     for i in range(3 * _opaque._MAX_KNOWN):
         assert run(lazy(torch.ones(2, 3)), i / 7).sum().item() == pytest.approx(6 * i / 7)
         assert len(run._known) <= _opaque._MAX_KNOWN

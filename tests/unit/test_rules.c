@@ -241,26 +241,29 @@ TEST(rules__an_opaque_workspace_stays_in_its_loop)
 
 TEST(rules__the_graph_of_a_module_stays_in_its_loop)
 {
+    enum { EITHER, ROWS, WHOLE };
     maker m;
-    maker_init(&m, NULL);
-    const koila_value x = batch(&m, 0, f32(7, 5));
-    const koila_value w = real(&m, f32(4, 5));
-    const shape out[3] = { f32(7, 4), f32(1), f32(7, 100) }; /* rows, a sum, the graph */
-    const koila_value y =
-        calls(&m, "koila::opaque_kept", 3, out, "TTliii", 1, x, 1, w, 3, 1, 1, 3, 100, 0, 1);
-    const koila_value ones = call(&m, "aten::full", f32(1), "ld", 1, 1, 1.0);
-    const shape back[2] = { f32(7, 5), f32(4, 5) };
-    const koila_value g = calls(&m, "koila::opaque_backward", 2, back, "TTTTllli", 2, y, ones, 1, x,
-                                1, w, 1, y + 2, 2, 0, 1, 2, 0, 1, 3, 1, 1, 3, 1);
-    place(&m, call(&m, "aten::cat", f32(1), "T", 3, g, g + 1, y + 1));
-    CHECK_EQ(m.status, KOILA_OK);
-    CHECK_AT(&m, y, S(0, 1, 1));
-    CHECK_AT(&m, y + 1, P_);
-    CHECK(koila__is_opaque(at(&m, y + 2)));
-    CHECK_AT(&m, g, S(0, 1, 1));
-    CHECK_AT(&m, g + 1, P_);
-    CHECK_EQ(n_gathered(&m), 1); /* the cat at the end */
-    maker_deinit(&m);
+    for (int kind = EITHER; kind <= WHOLE; kind++) {
+        maker_init(&m, NULL);
+        const koila_value x = batch(&m, 0, f32(7, 5));
+        const koila_value w = real(&m, f32(4, 5));
+        const shape out[2] = { f32(7, 4), f32(7, 100) }; /* rows, and the graph */
+        const koila_value y =
+            calls(&m, "koila::opaque_kept", 2, out, "TTlili", 1, x, 1, w, 1, kind, 100, 0, 1);
+        const shape back[2] = { f32(7, 5), f32(4, 5) };
+        const koila_value g = calls(&m, "koila::opaque_backward", 2, back, "TTTTllli", 1, y, 1, x,
+                                    1, w, 1, y + 1, 1, 0, 2, 0, 1, 1, kind, 1);
+        place(&m, call(&m, "aten::cat", f32(1), "T", 2, g, g + 1));
+        CHECK_EQ(m.status, KOILA_OK);
+        CHECK_EQ(n_gathered(&m), kind == WHOLE ? 2 : 1); /* the module, the cat at the end */
+        CHECK_AT(&m, g + 1, kind == WHOLE ? R_ : P_);
+        if (kind != WHOLE) {
+            CHECK_AT(&m, y, S(0, 1, 1));
+            CHECK(koila__is_opaque(at(&m, y + 1)));
+            CHECK_AT(&m, g, S(0, 1, 1));
+        }
+        maker_deinit(&m);
+    }
 }
 
 /* koila::packed_rnn of x[9, 7, 5], 7 rows of up to 9 steps, and back. *y: results of the forward.

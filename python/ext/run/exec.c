@@ -66,6 +66,15 @@ static int run_shared(exec *x, const koila_instr *in, bool in_loop)
     return status;
 }
 
+/* What the module that this thread runs as it is (koila._opaque) asks and tells. */
+static _Thread_local struct {
+    bool no_graph;     /* nothing reads its graph */
+    bool was_compiled; /* meanwhile: this call's memory is not the next one's */
+} module_run;
+
+bool koila__wants_graph(void) { return !module_run.no_graph; }
+void koila__note_compiled(void) { module_run.was_compiled = true; }
+
 /* Bytes of the graph that the backward of a module which runs as it is uses up. They are the plan's
  * until it is over: what is freed inside is room that the plan does not count on. */
 static uint64_t used_up_by(const exec *x, const koila_instr *in, bool in_loop)
@@ -102,7 +111,7 @@ static int run_measured(exec *x, const koila_instr *in, bool in_loop, bool is_sh
     const bool is_view = koila_op_flags(x->table, koila_sig_get(x->table, sig)->op) & KOILA_OP_VIEW;
     const bool once = koila_plan_runs_once(x->plan, in->id);
     const int64_t left = (is_view && now > 0 ? 0 : now) + (int64_t)used_up_by(x, in, in_loop);
-    if (status == 0 && is_known)
+    if (status == 0 && is_known && !module_run.was_compiled)
         koila__learn(sig, once ? 0 : koila__exec_n_rows(x), once ? 0 : x->batch,
                      peak > left ? (uint64_t)(peak - left) : 0, KOILA__MEASURED_HERE);
     if (status == 0 && is_shared && held > limit) {
@@ -159,7 +168,7 @@ static int run_measured_on_gpu(exec *x, const koila_instr *in, bool in_loop)
     const bool is_read = koila__gpu_bytes(x->c->gpu, &before);
     const int status = koila__exec_node(x, in, in_loop);
     const bool once = koila_plan_runs_once(x->plan, in->id);
-    if (status < 0 || !is_read || !koila__gpu_bytes(x->c->gpu, &after))
+    if (status < 0 || !is_read || module_run.was_compiled || !koila__gpu_bytes(x->c->gpu, &after))
         return status;
     after.now += used_up_by(x, in, in_loop);
     const uint64_t bytes = koila__gpu_inside(&before, &after, &how);
@@ -168,15 +177,11 @@ static int run_measured_on_gpu(exec *x, const koila_instr *in, bool in_loop)
     return 0;
 }
 
-/* Does nothing read the graph of the module that this thread is about to run? */
-static _Thread_local bool no_graph;
-
-bool koila__wants_graph(void) { return !no_graph; }
-
 static int run_one(exec *x, const koila_instr *in, bool in_loop)
 {
     int status;
-    no_graph = in->flags & KOILA_INSTR_NO_GRAPH;
+    module_run.no_graph = in->flags & KOILA_INSTR_NO_GRAPH;
+    module_run.was_compiled = false;
     const bool is_shared = koila__ranks_share(x->ranks, x->g, in->id);
     const gpu_call call = call_on_gpu(x, in);
     if (x->measure)
@@ -185,7 +190,7 @@ static int run_one(exec *x, const koila_instr *in, bool in_loop)
         status = run_measured_on_gpu(x, in, in_loop);
     else
         status = is_shared ? run_shared(x, in, in_loop) : koila__exec_node(x, in, in_loop);
-    no_graph = false;
+    module_run.no_graph = false;
     if (status < 0) {
         add_note(x, in->id, in_loop);
         return -1;

@@ -308,6 +308,8 @@ int koila__exec_plan(koila__tape *t, const koila__part *p, const cached *c, PyOb
                      uint32_t n, PyObject **results, koila__exec_report *report);
 /* Does the plan read the graph of the module that this thread runs now (koila::opaque_kept)? */
 bool koila__wants_graph(void);
+/* That module is being compiled: what the call uses inside is not learned. */
+void koila__note_compiled(void);
 
 /* ---- modes.c */
 /* Takes all modes off torch's stacks. *aside: what koila__modes_back() puts back; NULL: there were

@@ -423,6 +423,14 @@ static PyObject *py_wants_graph(PyObject *self, PyObject *ignored)
     return PyBool_FromLong(koila__wants_graph());
 }
 
+static PyObject *py_note_compiled(PyObject *self, PyObject *ignored)
+{
+    (void)self;
+    (void)ignored;
+    koila__note_compiled();
+    Py_RETURN_NONE;
+}
+
 static PyObject *py_explain(PyObject *self, PyObject *list)
 {
     koila_value *values = NULL;
@@ -652,6 +660,8 @@ static PyMethodDef methods[] = {
       "swap_open(tape | None) -> the tape that was open before." },
     { "wants_graph", py_wants_graph, METH_NOARGS,
       "wants_graph(): does the plan read the graph of the module that this thread runs now?" },
+    { "note_compiled", py_note_compiled, METH_NOARGS,
+      "note_compiled(): the module that this thread runs now was compiled meanwhile." },
     { "cut_of", py_cut_of, METH_O,
       "cut_of(lazy) -> (kind, dim, made, here): along which dimension is it sliced?" },
     { "gather", py_gather, METH_VARARGS,

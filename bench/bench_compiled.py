@@ -1,0 +1,192 @@
+"""Compiled models: koila against hand-written micro-batching of the same compiled model, in turns.
+
+Both run slices of the same size, with the same loss over the whole batch, and start with the same
+memory of compiled code. The ratio is that of process times (medians), so that other work on the
+machine counts less; the memory is the peak of torch's bytes.
+
+    python bench/bench_compiled.py [--models gpt2,vit,mlp,resnet] [--rounds 7]
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import koila
+from koila import _core, lazy
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads, causal):
+        super().__init__()
+        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
+        self.heads, self.causal = heads, causal
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = self.qkv(self.before(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.out(h.transpose(1, 2).reshape(b, t, c))
+        return x + self.mlp(self.after(x))
+
+
+class Gpt2(nn.Module):
+    def __init__(self, words=8192, width=256, depth=4, tokens=128):
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(tokens, width)
+        self.blocks = nn.Sequential(*(Block(width, 4, True) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        x = self.words(ids) + self.places.weight[: ids.shape[1]]
+        return self.head(self.norm(self.blocks(x)))
+
+
+class Vit(nn.Module):
+    def __init__(self, width=256, depth=4):
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 8, 8)
+        self.places = nn.Parameter(torch.randn(1, 64, width) * 0.02)
+        self.blocks = nn.Sequential(*(Block(width, 4, False) for _ in range(depth)))
+        self.head = nn.Linear(width, 100)
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).transpose(1, 2) + self.places
+        return self.head(self.blocks(x).mean(1))
+
+
+class Residual(nn.Module):
+    def __init__(self, c, out, stride):
+        super().__init__()
+        self.inside = nn.Sequential(
+            nn.Conv2d(c, out, 3, stride, 1, bias=False),
+            nn.GroupNorm(8, out),
+            nn.ReLU(),
+            nn.Conv2d(out, out, 3, 1, 1, bias=False),
+            nn.GroupNorm(8, out),
+        )
+        self.beside = nn.Conv2d(c, out, 1, stride)
+
+    def forward(self, x):
+        return F.relu(self.inside(x) + self.beside(x))
+
+
+def resnet():
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, 1, 1),
+        Residual(32, 32, 1),
+        Residual(32, 64, 2),
+        Residual(64, 128, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
+
+
+def mlp():
+    return nn.Sequential(
+        nn.Linear(784, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 10)
+    )
+
+
+def classes(*shape, n):
+    return torch.randn(*shape), torch.randint(0, n, shape[:1])
+
+
+def tokens(rows, length=128, words=8192):
+    return torch.randint(0, words, (rows, length)), torch.randint(0, words, (rows, length))
+
+
+# model, batch, rows of a slice
+MODELS = {
+    "gpt2": (Gpt2, lambda: tokens(16), 4),
+    "vit": (Vit, lambda: classes(32, 3, 64, 64, n=100), 8),
+    "mlp": (mlp, lambda: classes(2048, 784, n=10), 512),
+    "resnet": (resnet, lambda: classes(32, 3, 32, 32, n=10), 8),
+}
+
+
+def mean_loss(out, y):
+    return F.cross_entropy(out.flatten(0, -2), y.flatten())
+
+
+def by_hand(model, x, y, rows):
+    for a, b in zip(x.split(rows), y.split(rows)):
+        (mean_loss(model(a), b) * (len(a) / len(x))).backward()
+
+
+def with_koila(model, x, y, rows):
+    with koila.micro_batch(rows):
+        a, b = lazy(x, y)
+        mean_loss(model(a), b).backward()
+
+
+def measured(step, model, x, y, rows):
+    """Process time and the peak of torch's bytes above what was held before."""
+    for p in model.parameters():
+        p.grad = None
+    _core.cpu_bytes_reset_peak()
+    before, begun = _core.cpu_bytes_current(), time.process_time()
+    step(model, x, y, rows)
+    return time.process_time() - begun, _core.cpu_bytes_peak() - before
+
+
+def compare(name, n_rounds):
+    make, batch, rows = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    x, y = batch()
+    compiled = torch.compile(model)
+    by_hand(model, x, y, rows)
+    plain = [p.grad.clone() for p in model.parameters()]
+    steps = {"by hand": by_hand, "koila": with_koila}
+    for _ in range(2):  # compiles; then learns
+        for step in steps.values():
+            measured(step, compiled, x, y, rows)
+    ready = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    times, peaks, uncompiled = {k: [] for k in steps}, {}, []
+    for i in range(n_rounds):
+        for k in sorted(steps, reverse=i % 2 == 1):
+            seconds, peaks[k] = measured(steps[k], compiled, x, y, rows)
+            times[k].append(seconds)
+            if k == "koila":
+                plan = koila.last_plan()
+                off = max(
+                    ((p.grad - e).abs().max() / e.abs().max()).item()
+                    for p, e in zip(model.parameters(), plain)
+                )
+        uncompiled.append(measured(with_koila, model, x, y, rows)[0])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == ready, "compiled again"
+    by_pairs = statistics.median(a / b for a, b in zip(times["koila"], times["by hand"]))
+    hand = statistics.median(times["by hand"])
+    print(
+        f"{name:<7} {hand:8.3f} s by hand  koila {by_pairs:6.3f} x  "
+        f"uncompiled koila {statistics.median(uncompiled) / hand:5.2f} x  "
+        f"peak {peaks['koila'] / peaks['by hand']:5.3f} x  "
+        f"predicted : measured {plan.predicted_peak_bytes / plan.measured_peak_bytes:6.4f}  "
+        f"furthest from the uncompiled {off:.1e}",
+        flush=True,
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--rounds", type=int, default=7)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    lazy(torch.zeros(2, 2))  # counts torch's bytes from here on
+    for name in given.models.split(","):
+        compare(name, given.rounds)
+
+
+if __name__ == "__main__":
+    main()
