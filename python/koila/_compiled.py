@@ -26,10 +26,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from . import _core, _sharded
-from ._dry import UndoWrites
 from ._errors import KoilaError
 from ._opaque import ROWS, WHOLE, Runner
 from ._torch import untyped_storage
+from ._undo import UndoWrites
 
 _SIZES = (7, 11)  # rows of the two recordings
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
@@ -69,7 +69,7 @@ def install() -> None:
 def _leave_lazies_alone(dynamo: Any) -> None:
     """What torch compiled runs its original code on lazy tensors: they are not traced."""
     chosen = dynamo._callback_from_stance
-    count = getattr(dynamo, "set_fullgraph_compiled_frame_count", None)
+    count: Any = getattr(dynamo, "set_fullgraph_compiled_frame_count", None)
 
     def callback_from_stance(callback: Any) -> Any:
         if _core.is_recording():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import sys
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar, overload
@@ -16,7 +15,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import _core, _packed, _sharded
+from . import _compiled, _core, _packed, _sharded
 from ._errors import UnsupportedError
 from ._torch import untyped_storage
 
@@ -246,7 +245,7 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
     if first.device.type == "cpu":
         _core.held_fits(call)
     _sharded.refuse_recording()
-    _know_compiled_modules()
+    _compiled.install()
     _packed.forget()
     axis = _core.axis(first.shape[d0])
     made: dict[tuple[int, int], Any] = {}
@@ -268,13 +267,6 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
         )
 
     return tree_map(wrap, value, batch, "", wrap_packed)
-
-
-def _know_compiled_modules() -> None:
-    if "torch._dynamo.eval_frame" in sys.modules:
-        from . import _compiled  # needs what most programs do not
-
-        _compiled.install()
 
 
 def _no_tensor(values: tuple[Any, ...], call: str) -> ValueError:

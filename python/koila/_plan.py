@@ -12,7 +12,7 @@ import torch
 
 from . import _backward, _core, _hooks
 from ._budget import readable
-from ._dry import UndoWrites
+from ._undo import UndoWrites
 from ._lazy import tree_map
 from ._torch import ModesAside
 

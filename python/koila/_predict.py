@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from . import _core, _cuda
 from ._budget import _Amount, _bytes, readable
-from ._dry import AsOnCuda, Attention, UndoWrites
+from ._dry import AsOnCuda, Attention
 from ._errors import UnsupportedError
 from ._lazy import describe, lazy, tree_map
 from ._plan import Plan
+from ._undo import UndoWrites
 
 
 class Prediction(Plan):

@@ -78,7 +78,7 @@ MODULES = modules_of(PACKAGE, "koila")
 
 def test_the_modules_form_no_circle():
     graph = graph_of(MODULES)
-    assert "koila._torch" in graph["koila._calls"] and "koila._dry" in graph["koila._plan"]
+    assert "koila._torch" in graph["koila._calls"] and "koila._undo" in graph["koila._plan"]
     assert "koila.memlab.tensors" in graph["koila.memlab.snapshots"]
     assert circle_in(graph) is None
 
