@@ -442,7 +442,8 @@ static bool is_costly_axis(const koila__planning *q)
     return (q->dim != KOILA_NONE || q->plan->info.n_inner) && is_costly(&now);
 }
 
-/* Along one other axis, in slices without loops: *best becomes that way where it is better. */
+/* Along one other axis, or two of different leaves, in slices without loops: *best becomes that way
+ * where it is better. */
 static koila_status unroll_along(koila__planning *q, const koila__axis *axis, koila__way *best)
 {
     static const uint32_t n_slices[] = { 8, 16, 32, 64 };
@@ -450,7 +451,8 @@ static koila_status unroll_along(koila__planning *q, const koila__axis *axis, ko
     koila__planning along = *q;
     koila__placed *placed = NULL;
     koila__axis only = *axis;
-    only.n_others = 0; /* what has another length is whole: slices of two axes would not meet */
+    only.n_others = axis->with > 0; /* what has yet another length is whole */
+    const int64_t shortest = axis->with && axis->with < axis->rows ? axis->with : axis->rows;
     koila_value *targets = koila__arena_array(&q->plan->arena, q->n_targets, sizeof *targets);
     if (!targets)
         return KOILA_NO_MEMORY;
@@ -459,19 +461,20 @@ static koila_status unroll_along(koila__planning *q, const koila__axis *axis, ko
     along.seeds = view.seeds;
     koila_status status = koila__way_place(&along, koila__place_cut, targets, &placed);
     for (size_t i = 0; status == KOILA_OK && i < KOILA_COUNT(n_slices) && !best->accepted; i++)
-        if (axis->rows >= 2 * n_slices[i]) /* of one row, strides have no meaning */
+        if (shortest >= 2 * n_slices[i]) /* of one row, strides have no meaning */
             status = koila__drop_unrolled(q, placed, targets, n_slices[i], best);
     koila__placed_free(placed);
     koila__along_deinit(&view, &q->plan->mem);
     return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
 }
 
-/* The same along each axis that was tried alone and is taken entry by entry. */
+/* The same along each axis that was tried and is taken entry by entry: two together first. */
 static koila_status plan_unrolled(koila__planning *q, koila__way *best)
 {
-    for (uint32_t i = 0; i < q->n_tried && !best->accepted; i++) {
-        const koila__tried *t = &q->tried[i];
-        if (t->way.placed && !t->axis.with && koila__unroll_helps(t->way.placed))
+    for (uint32_t i = 0; i < 2 * q->n_tried && !best->accepted; i++) {
+        const koila__tried *t = &q->tried[i % q->n_tried];
+        const bool is_turn = (i < q->n_tried) == (t->axis.with > 0);
+        if (is_turn && t->way.placed && koila__unroll_helps(t->way.placed))
             KOILA_TRY(unroll_along(q, &t->axis, best));
     }
     return KOILA_OK;

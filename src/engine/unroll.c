@@ -206,8 +206,8 @@ static koila_status put_in(orderer *u, uint32_t c, uint32_t at)
         return append_write(u, u->op_add, what.from, in, NULL, sum);
     const koila_placement cut = u->s.p->value[what.stands_for];
     const uint32_t k = at - what.first_in;
-    KOILA_TRY(link_to(u, meta, cut.dim, koila__told_begin(&u->s, k) * cut.inner,
-                      koila__told_begin(&u->s, k + 1) * cut.inner, &link));
+    KOILA_TRY(link_to(u, meta, cut.dim, koila__told_begin(&u->s, cut.axis, k) * cut.inner,
+                      koila__told_begin(&u->s, cut.axis, k + 1) * cut.inner, &link));
     return append_write(u, u->op_copy, what.from, in, &link, sum);
 }
 
@@ -409,7 +409,9 @@ koila_status koila__unroll_new(const koila_graph *recorded, const koila__placed 
     koila_table *t = p->graph->table;
     orderer u = { .recorded = recorded, .g = p->graph, .t = t, .mem = a };
     u.s = (koila__told_step){ .p = p, .table = t, .mem = a, .n_slices = n_slices };
-    koila_assert(n_slices >= 1 && p->graph->axes.n == 1 && n_slices <= p->graph->axes.at[0]);
+    koila_assert(n_slices >= 1);
+    for (uint32_t i = 0; i < p->graph->axes.n; i++)
+        koila_assert(n_slices <= p->graph->axes.at[i]);
     koila_assert(!p->cut && !p->absent);
     *out = NULL;
     koila__arena_init(&u.s.tmp, &a);

@@ -5,8 +5,8 @@
 
 #include "placement/place.h"
 
-/* *out: the step of p, placed along axis 0 of its graph, in n_slices slices whose calls are nodes
- * of their own: everything is whole and in no loop. `recorded`: the step under the axes that *out
+/* *out: the step of p, in n_slices slices of each axis of its graph, whose calls are nodes of
+ * their own: everything is whole and in no loop. `recorded`: the step under the axes that *out
  * has. again[targets]: the targets `targets` of p, as values of *out. The caller owns *out:
  * koila__placed_free().
  * Expected: UNSUPPORTED for what cannot be told so; NO_MEMORY. */

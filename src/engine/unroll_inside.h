@@ -40,10 +40,10 @@ typedef struct koila__item_use {
 } koila__item_use;
 
 typedef struct koila__told_step {
-    const koila__placed *p; /* along its only axis */
+    const koila__placed *p;
     koila_table *table;
     koila_allocator mem;
-    uint32_t n_slices;
+    uint32_t n_slices; /* of each axis */
     koila__arena tmp;
     koila__item *whole; /* [values of p] or KOILA_NONE */
     VEC(koila__told) told;
@@ -56,10 +56,10 @@ typedef struct koila__told_step {
 koila_status koila__tell_step(koila__told_step *s, const koila_value *targets, uint32_t n_targets,
                               koila__item *wanted);
 
-/* The first row of slice k; of k == n_slices: the end. */
-static inline int64_t koila__told_begin(const koila__told_step *s, uint32_t k)
+/* The first row of slice k of that axis; of k == n_slices: the end. */
+static inline int64_t koila__told_begin(const koila__told_step *s, uint16_t axis, uint32_t k)
 {
-    return (int64_t)k * s->p->graph->axes.at[0] / s->n_slices;
+    return (int64_t)k * s->p->graph->axes.at[axis] / s->n_slices;
 }
 
 /* The operators that are told, and those that put parts together. */

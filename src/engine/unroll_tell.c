@@ -45,20 +45,20 @@ typedef struct unroller {
     koila_op op_slice, op_clone, op_empty, op_zeros, op_stack, op_sum;
 } unroller;
 
-/* The slice that has row r. */
-static uint32_t slice_of(const unroller *u, int64_t r)
+/* The slice that has row r of that axis. */
+static uint32_t slice_of(const unroller *u, uint16_t axis, int64_t r)
 {
-    uint32_t k = (uint32_t)(r * u->s->n_slices / u->g->axes.at[0]);
-    while (k + 1 < u->s->n_slices && koila__told_begin(u->s, k + 1) <= r)
+    uint32_t k = (uint32_t)(r * u->s->n_slices / u->g->axes.at[axis]);
+    while (k + 1 < u->s->n_slices && koila__told_begin(u->s, axis, k + 1) <= r)
         k++;
     return k;
 }
 
-/* The teller tells of slice k from now on. */
-static void go_to(unroller *u, uint32_t k)
+/* The teller tells of slice k of that axis from now on. */
+static void go_to(unroller *u, uint16_t axis, uint32_t k)
 {
-    u->teller.begin = koila__told_begin(u->s, k);
-    u->teller.rows = koila__told_begin(u->s, k + 1) - u->teller.begin;
+    u->teller.begin = koila__told_begin(u->s, axis, k);
+    u->teller.rows = koila__told_begin(u->s, axis, k + 1) - u->teller.begin;
 }
 
 static const koila_meta_info *meta_of(const unroller *u, koila__item x)
@@ -282,7 +282,7 @@ static koila_status push_parts(unroller *u, koila_value v)
             return KOILA_UNSUPPORTED;
         if (is_sparse(x)) {
             koila_meta meta;
-            go_to(u, k);
+            go_to(u, u->p->value[v].axis, k);
             KOILA_TRY(koila__tell_meta(&u->teller, u->g->values.at[v].meta, u->p->value[v], &meta));
             KOILA_TRY(tell_dense(u, u->g->values.at[v].node, meta, x, &x));
         }
@@ -328,7 +328,7 @@ static koila_status slice_whole(unroller *u, koila_value v, koila_placement cut,
     koila__item whole;
     koila_meta meta;
     KOILA_TRY(whole_of(u, v, &whole));
-    go_to(u, k);
+    go_to(u, cut.axis, k);
     const koila_meta_info *m = meta_of(u, whole);
     const int64_t begin = u->teller.begin * cut.inner;
     const int64_t end = begin + u->teller.rows * cut.inner;
@@ -368,8 +368,8 @@ static koila_status part_of_stack(unroller *u, koila_value v, koila_placement cu
 {
     const koila_node n = u->g->values.at[v].node;
     const koila_sig_info *s = koila__node_sig(u->g, n);
-    const int64_t begin = koila__told_begin(u->s, k) * cut.inner;
-    const int64_t end = koila__told_begin(u->s, k + 1) * cut.inner;
+    const int64_t begin = koila__told_begin(u->s, cut.axis, k) * cut.inner;
+    const int64_t end = koila__told_begin(u->s, cut.axis, k + 1) * cut.inner;
     const uint32_t n_items = (uint32_t)(end - begin);
     koila_arg *tokens = koila__arena_array(&u->s->tmp, s->n_tokens, sizeof *tokens);
     koila__item *in = koila__arena_array(&u->s->tmp, n_items, sizeof *in);
@@ -386,7 +386,7 @@ static koila_status part_of_stack(unroller *u, koila_value v, koila_placement cu
     const uint32_t n_rest = s->n_tokens - 1 - s->n_inputs;
     for (uint32_t i = 0; i < n_rest; i++)
         tokens[1 + n_items + i] = s->tokens[1 + s->n_inputs + i];
-    go_to(u, k);
+    go_to(u, cut.axis, k);
     KOILA_TRY(koila__tell_meta(&u->teller, s->outputs[0], cut, &meta));
     koila_sig_info call = *s;
     call.tokens = tokens;
@@ -406,8 +406,8 @@ static koila_status part_of_taken(unroller *u, koila_value v, koila_placement cu
     const koila_node n = u->g->values.at[v].node;
     const int64_t at =
         index_at(koila__node_sig(u->g, n), INDEX, koila__value_meta(u->g, v)->size[cut.dim]);
-    const int64_t begin = koila__told_begin(u->s, k) * cut.inner;
-    const int64_t end = koila__told_begin(u->s, k + 1) * cut.inner;
+    const int64_t begin = koila__told_begin(u->s, cut.axis, k) * cut.inner;
+    const int64_t end = koila__told_begin(u->s, cut.axis, k + 1) * cut.inner;
     sparse part = { .dim = cut.dim,
                     .n = (uint32_t)(end - begin),
                     .entry = KOILA_NONE,
@@ -550,7 +550,7 @@ static koila_status fill_in(unroller *u, koila_node n, uint32_t k, koila__item *
         koila_meta meta;
         if (!is_sparse(in[i]))
             continue;
-        go_to(u, k);
+        go_to(u, u->p->node[n].axis, k);
         KOILA_TRY(koila__tell_meta(&u->teller, koila__node_sig(u->g, n)->inputs[i],
                                    u->p->need[u->g->nodes.at[n].first_input + i], &meta));
         koila__item *part = part_at(u, u->g->inputs.at[u->g->nodes.at[n].first_input + i], k);
@@ -573,7 +573,7 @@ static koila_status tell_slice(unroller *u, koila_node n, uint32_t k, const koil
     TRY_ALLOC(metas);
     for (uint32_t i = 0; i < koila__node_sig(u->g, n)->n_inputs; i++)
         metas[i] = u->s->items.at[in[i]].meta;
-    go_to(u, k);
+    go_to(u, u->p->node[n].axis, k);
     KOILA_TRY(koila__tell_call(&u->teller, n, metas, &call));
     if (call.is_alias) {
         *part_at(u, first_output, k) = in[0];
@@ -635,13 +635,14 @@ static koila_status take(unroller *u, koila_node n, koila_value v, bool unbinds)
         koila_sig_info call = s;
         koila_sig sig;
         koila__item in, out;
-        if (!unbinds && slice_of(u, at / cut.inner) != k)
+        if (!unbinds && slice_of(u, cut.axis, at / cut.inner) != k)
             continue;
         KOILA_TRY(part_of(u, v, cut, k, &in));
         if (is_sparse(in))
             return KOILA_UNSUPPORTED;
-        const int64_t begin = koila__told_begin(u->s, k) * cut.inner;
-        call.n_fresh = unbinds ? (uint32_t)(koila__told_begin(u->s, k + 1) * cut.inner - begin) : 1;
+        const int64_t begin = koila__told_begin(u->s, cut.axis, k) * cut.inner;
+        call.n_fresh =
+            unbinds ? (uint32_t)(koila__told_begin(u->s, cut.axis, k + 1) * cut.inner - begin) : 1;
         call.tokens = tokens;
         call.outputs = metas;
         tokens[0].u.id = u->s->items.at[in].meta;
