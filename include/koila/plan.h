@@ -263,7 +263,8 @@ KOILA_API int64_t koila_plan_slice_end(const koila_plan *p, uint16_t axis, int64
 /** Number of slices and the rows [*begin, *end) of slice i of an axis. */
 KOILA_API uint32_t koila_plan_slices(const koila_plan *p, uint16_t axis);
 KOILA_API int64_t koila_plan_axis_rows(const koila_plan *p, uint16_t axis);
-/** Gathers: values that are made whole because an operator has no sharded rule. i < n_gathers. */
+/** Gathers: values that are made whole because an operator needs them so: its rule says it (keys
+ * and values of attention cut along its queries), or it has none. i < n_gathers. */
 typedef struct koila_gather {
     koila_node node; /**< of the lowered graph: the operator that needs it whole */
     koila_value value;

@@ -228,7 +228,7 @@ class Plan:
                 ],
             ),
             (
-                "gathered (made whole, for want of a rule)",
+                "gathered (an operator needs it whole)",
                 ("bytes", "tensor", "operator", "line"),
                 [
                     (readable(g.n_bytes), _typed(g.dtype, g.shape), g.operator, _short(g.line))
