@@ -189,11 +189,18 @@ class Step:
             assert out_of_memory(e)
         return 0.7
 
-    def compare_at(self, share, tamper=lambda got: got):
-        """The plan of a step at that share of what one row needs above the gradients."""
+    def run_at(self, share):
+        """The step at that share of what one row needs above the gradients."""
         clear(self.model)
         with only(int(self.gradients + share * self.room)):
             koila_step(self.model, loss_of, self.batch)
+
+    def compare_at(self, share, tamper=lambda got: got):
+        """Its plan; what it leaves is eager's."""
+        self.run_at(share)
+        return self.compare(tamper)
+
+    def compare(self, tamper=lambda got: got):
         plan, got = koila.last_plan(), tamper(model_state(self.model))
         assert self.expected.keys() == got.keys()
         for k, e in self.expected.items():
@@ -227,6 +234,31 @@ def test_a_loop_over_many_times_trains_in_slices_of_time(over, times):
     for share in (0.5, 0.3):
         plan = step.compare_at(share)
         assert plan.n_recomputed and plan.axis is None
+
+
+@counted
+@pytest.mark.parametrize("over", [forward_in_time, in_place, with_noise], ids=lambda f: f.__name__)
+def test_every_refused_allocation_of_a_loop_over_time_ends_well(over):
+    step = Step(lambda: Scan(over), 1, 48)
+    assert step.compare_at(0.6).n_recomputed  # shapes and plans are known from here on
+    before = _core.cpu_bytes_n_allocs()
+    step.run_at(0.6)
+    n_allocs = _core.cpu_bytes_n_allocs() - before
+    n_finished = n_raised = 0
+    for n in range(1, n_allocs + 2, 1 if LONG else max(1, n_allocs // 60)):
+        _core.cpu_bytes_fail_nth(n)
+        try:
+            step.run_at(0.6)
+        except (RuntimeError, MemoryError, koila.KoilaError) as e:
+            assert out_of_memory(e), f"allocation {n}: {type(e).__name__}: {e}"
+            assert all(p.grad is None for p in step.model.parameters()), f"allocation {n}: a part"
+            n_raised += 1
+            continue
+        finally:
+            _core.cpu_bytes_fail_nth(0)
+        step.compare()
+        n_finished += 1
+    assert n_finished and n_raised
 
 
 @counted
