@@ -138,7 +138,8 @@ typedef struct rung {
 
 /* The rungs of one base, and what they are drawn from. */
 typedef struct rungs {
-    rung *at; /* in the plan's arena */
+    koila__arena arena; /* of all below: gone when one is taken */
+    rung *at;
     uint32_t n;
     koila__outline *usual, *host;
     uint64_t limit; /* choices of paths that are bound to need more are not tried */
@@ -151,15 +152,23 @@ static bool choose_rung(const rung *r)
                    : koila__outline_choose(r->outline, &r->how);
 }
 
-/* Room for the rungs of ladders and paths. */
+/* Room for the rungs of ladders and paths. Whatever it returns, end *r with free_rungs(). */
 static koila_status rungs_room(const koila__planning *q, rungs *r)
 {
     const size_t most = KOILA_COUNT(ladder) + KOILA_COUNT(host_ladder) +
                         (size_t)MOST_PATHS * (KOILA__PATH_GROUPS + 1);
-    r->at = koila__arena_array(&q->plan->arena, most, sizeof *r->at);
+    koila__arena_init(&r->arena, &q->plan->mem);
+    r->at = koila__arena_array(&r->arena, most, sizeof *r->at);
     r->limit = UINT64_MAX;
     r->part = 512;
     return r->at ? KOILA_OK : KOILA_NO_MEMORY;
+}
+
+static void free_rungs(rungs *r)
+{
+    koila__outline_free(r->usual);
+    koila__outline_free(r->host);
+    koila__arena_deinit(&r->arena);
 }
 
 static void add_rung(rungs *r, koila__outline *outline, koila__recompute how)
@@ -173,14 +182,12 @@ static void add_rung(rungs *r, koila__outline *outline, koila__recompute how)
 }
 
 /* The choices of a path from what was chosen last become rungs. */
-static koila_status add_path(const koila__planning *q, rungs *r, koila_node at,
-                             koila__direction direction, uint64_t until)
+static koila_status add_path(rungs *r, koila_node at, koila__direction direction, uint64_t until)
 {
-    koila__arena *arena = &q->plan->arena;
-    koila__path *path = koila__arena_alloc(arena, sizeof *path);
+    koila__path *path = koila__arena_alloc(&r->arena, sizeof *path);
     if (!path)
         return KOILA_NO_MEMORY;
-    KOILA_TRY(koila__path_make(r->usual, direction, until, arena, path));
+    KOILA_TRY(koila__path_make(r->usual, direction, until, &r->arena, path));
     for (uint32_t i = 0; i < path->n; i++)
         r->at[r->n++] = (rung){ .how = { .at = at },
                                 .outline = r->usual,
@@ -211,10 +218,10 @@ static koila_status add_paths_of_rungs(const koila__planning *q, rungs *r, koila
     for (uint32_t i = 0; i < n; i++) {
         koila__outline_choose(r->usual, &r->at[i].how);
         if (is_small || i == 0)
-            KOILA_TRY(add_path(q, r, at, KOILA__SPARES_DEAR, UINT64_MAX));
+            KOILA_TRY(add_path(r, at, KOILA__SPARES_DEAR, UINT64_MAX));
         koila__outline_choose(r->usual, &r->at[i].how);
         if (!is_small && r->at[i].bound <= budget && !is_dominated(r, i, n))
-            KOILA_TRY(add_path(q, r, at, KOILA__FILLS, budget));
+            KOILA_TRY(add_path(r, at, KOILA__FILLS, budget));
     }
     return KOILA_OK;
 }
@@ -229,7 +236,7 @@ static koila_status add_paths(const koila__planning *q, rungs *r, koila_node at)
     for (size_t i = 0; i < (is_small ? KOILA_COUNT(all) : 1); i++) {
         memset(koila__outline_spared(r->usual), 0, n_makers);
         if (koila__outline_choose_makers(r->usual))
-            KOILA_TRY(add_path(q, r, at, all[i], UINT64_MAX));
+            KOILA_TRY(add_path(r, at, all[i], UINT64_MAX));
     }
     return KOILA_OK;
 }
@@ -242,7 +249,6 @@ static koila_status make_rungs(const koila__planning *q, const koila__way *base,
                                    .workspace = o->workspace,
                                    .user = o->user,
                                    .n_loops = base->schedule.n_loops };
-    KOILA_TRY(rungs_room(q, r));
     KOILA_TRY(
         koila__outline_new(&r->usual, base->placed, base->targets, q->n_targets, at, &how, q->mem));
     for (size_t i = 0; i < KOILA_COUNT(ladder); i++) {
@@ -379,11 +385,12 @@ static koila_status drop_of(const koila__planning *q, const koila__way *base, ko
     rungs r = { .n = 0 };
     if (at == KOILA_NONE)
         return KOILA_OK;
-    koila_status status = make_rungs(q, base, at, &r);
+    koila_status status = rungs_room(q, &r);
+    if (status == KOILA_OK)
+        status = make_rungs(q, base, at, &r);
     if (status == KOILA_OK)
         status = climb(q, base, &r, best);
-    koila__outline_free(r.usual);
-    koila__outline_free(r.host);
+    free_rungs(&r);
     return status;
 }
 
@@ -467,7 +474,6 @@ static koila_status make_rungs_along(const koila__planning *q, const koila__way 
     for (uint32_t a = 0; a < q->graph->axes.n; a++)
         one[a] = 1;
     how.rows = one;
-    KOILA_TRY(rungs_room(q, r));
     KOILA_TRY(
         koila__outline_new(&r->usual, way->placed, way->targets, q->n_targets, x.at, &how, q->mem));
     for (size_t i = 0; i < KOILA_COUNT(n_segments); i++) {
@@ -525,12 +531,14 @@ koila_status koila__drop_along(koila__planning *q, koila_node turn, koila__way *
 {
     koila__way best = { 0 };
     rungs r = { .n = 0 };
-    koila_status status = make_rungs_along(q, way, turn, &r);
+    koila_status status = rungs_room(q, &r);
+    if (status == KOILA_OK)
+        status = make_rungs_along(q, way, turn, &r);
     if (status == KOILA_OK)
         status = climb_along(q, way, &r, &best);
     if (status == KOILA_OK && best.placed && koila__way_is_better(q, &best, way))
         koila__way_swap(way, &best);
     koila__way_free(&best);
-    koila__outline_free(r.usual);
+    free_rungs(&r);
     return status;
 }
