@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import _torch  # noqa: F401  refuses a torch that is missing or too old
+from . import _old_names
 
 if TYPE_CHECKING:
     from ._budget import (
@@ -63,13 +64,15 @@ _HOME = {
     "strict": "_budget",
 }
 __all__ = list(_HOME)
+_old_names.answer(__all__)
 
 
 def _get(name: str) -> Any:
     if name == "__version__":
         return import_module("._core", __name__).__version__
     if name not in _HOME:
-        raise AttributeError(f"module 'koila' has no attribute {name!r}")
+        said = _old_names.advice(name, __all__)
+        raise AttributeError(f"module 'koila' has no attribute {name!r}{said}")
     if _HOME[name] != "_errors":
         import_module("._engine", __name__)
     value = getattr(import_module("." + _HOME[name], __name__), name)
@@ -85,7 +88,7 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-if os.environ.get("KOILA_BUDGET"):
+if any(os.environ.get(name) for name in ("KOILA", "KOILA_BUDGET", "KOILA_MICRO_BATCH")):
     import_module("._engine", __name__)
 if os.environ.get("KOILA_MEMLAB") == "1":
     import_module(".memlab", __name__)

@@ -10,13 +10,17 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypedDict, TypeVar, cast
 
 import torch
 from torch.utils._contextlib import _wrap_generator
 
 from . import _core
+from ._nearest import did_you_mean
+from ._switch import OFF
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Amount = int | float | str | None
@@ -77,8 +81,30 @@ def _device_in_use() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
-def _refuse(asked: object, expected: str, call: str) -> ValueError:
-    return ValueError(f"{call}: expected {expected}, got {asked!r}")
+def _refuse(asked: object, expected: str, call: str, known: Iterable[str] = ()) -> ValueError:
+    meant = did_you_mean(asked, known)
+    return ValueError(f"{call}: expected {expected}, got {asked!r}{meant}")
+
+
+# A number without a unit below this is hardly meant as bytes.
+_FEW_BYTES = 1000
+
+
+def _doubt(asked: Budget, call: str) -> None:
+    """Warn of a number without a unit that is no plausible number of bytes, as in budget(2)."""
+    amounts = list(asked.values()) if isinstance(asked, Mapping) else [asked]
+    for amount in amounts:
+        if amount is None or (isinstance(amount, str) and not amount.strip().isdigit()):
+            continue
+        n, fraction = _parsed(amount, call)
+        if not fraction and n < _FEW_BYTES:
+            n_bytes = f"{n:.0f} byte{'' if n == 1 else 's'}"
+            unit = "GiB" if n <= 128 else "MiB"
+            warnings.warn(
+                f'{call}: {n_bytes} hold no tensor. Did you mean "{n:.0f}{unit}"? (Say "{n:.0f}B" '
+                "where so few bytes are meant.)",
+                stacklevel=3,
+            )
 
 
 def _parsed(asked: object, call: str) -> tuple[float, bool]:
@@ -195,7 +221,11 @@ class _Setting(contextlib.ContextDecorator):
         raise NotImplementedError
 
     def __enter__(self) -> None:
+        if OFF:
+            return
         new = self._settings()
+        if "micro_batch" in new:
+            new["own_micro_batch"] = True
         before = _core.configure(**new)
         _core.reads_fit()
         if "budget" in new:
@@ -252,6 +282,7 @@ class budget(_Setting):
         self._resident = resident
         self._call = f"budget({amount!r}{', resident=True' if resident else ''})"
         _resolve(amount, self._call, resident)
+        _doubt(amount, self._call)
 
     def _settings(self) -> dict[str, Any]:
         return {**_resolve(self._amount, self._call, self._resident)}
@@ -263,6 +294,9 @@ def set_budget(amount: Budget, *, resident: bool = False) -> None:
     variable `KOILA_BUDGET` does the same at import."""
     call = f"set_budget({amount!r}{', resident=True' if resident else ''})"
     amounts = _resolve(amount, call, resident)
+    _doubt(amount, call)
+    if OFF:
+        return
     _core.configure_process(**amounts)
     if _core.configure()["own_budget"]:
         _core.configure(**amounts)
@@ -284,8 +318,10 @@ class micro_batch(_Setting):
         super().__init__()
         whole = isinstance(size, int) and not isinstance(size, bool)
         if not (size is None or size == "fastest" or (whole and size >= 1)):
+            meant = did_you_mean(size, ["fastest"])
             raise ValueError(
                 f'micro_batch({size!r}): expected at least 1 row, None or "fastest", got {size!r}'
+                f"{meant}"
             )
         self._size = size
 
@@ -309,7 +345,7 @@ class axes(_Setting):
     def __init__(self, which: Literal["any", "batch"]) -> None:
         super().__init__()
         if which not in ("any", "batch"):
-            raise _refuse(which, '"any" or "batch"', f"axes({which!r})")
+            raise _refuse(which, '"any" or "batch"', f"axes({which!r})", ["any", "batch"])
         self._which = which
 
     def _settings(self) -> dict[str, Any]:
@@ -332,7 +368,7 @@ class host_memory(_Setting):
     def __init__(self, use: Literal["auto", "off"]) -> None:
         super().__init__()
         if use not in ("auto", "off"):
-            raise _refuse(use, '"auto" or "off"', f"host_memory({use!r})")
+            raise _refuse(use, '"auto" or "off"', f"host_memory({use!r})", ["auto", "off"])
         self._use = use
 
     def _settings(self) -> dict[str, Any]:
@@ -352,7 +388,27 @@ class strict(_Setting):
         return {"strict": True}
 
 
+def _rows_of(text: str) -> int:
+    """The rows of a slice that KOILA_MICRO_BATCH says; 0: the fastest."""
+    if text == "fastest":
+        return 0
+    if not (text.isascii() and text.isdigit() and 0 < int(text) <= sys.maxsize):
+        call = f"KOILA_MICRO_BATCH={text}"
+        raise _refuse(text, 'a number of rows, at least 1, or "fastest"', call, ["fastest"])
+    return int(text)
+
+
 def from_environment() -> None:
+    """KOILA_BUDGET and KOILA_MICRO_BATCH: as `set_budget()` and `micro_batch()`, in all threads."""
     asked = os.environ.get("KOILA_BUDGET", "").strip()
     if asked:
-        _core.configure_process(**_resolve(asked, f"KOILA_BUDGET={asked}"))
+        call = f"KOILA_BUDGET={asked}"
+        amounts = _resolve(asked, call)
+        _doubt(asked, call)
+        if not OFF:
+            _core.configure_process(**amounts)
+    text = os.environ.get("KOILA_MICRO_BATCH", "").strip()
+    if text:
+        rows = _rows_of(text)
+        if not OFF:
+            _core.configure_process_rows(rows, rows == 0)

@@ -1,11 +1,15 @@
 """Start the engine, once: refuse a torch that is too old, count torch's CPU bytes from now on,
-route backward through koila, read KOILA_BUDGET."""
+route backward through koila, read KOILA_BUDGET and KOILA_MICRO_BATCH. With KOILA=0 the last is all
+that is done."""
 
 from . import _torch  # noqa: F401  first: it says which torch is needed
 from . import _capture  # noqa: F401  the functions that C calls, and LazyTensor with them
-from . import _backward, _core
+from . import _backward, _core, _switch
 from ._budget import from_environment
 
-_core.cpu_bytes_install()
-_backward.install()
+if _switch.OFF:
+    _switch.answer_on_plain_tensors()
+else:
+    _core.cpu_bytes_install()
+    _backward.install()
 from_environment()

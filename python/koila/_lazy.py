@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _compiled, _core, _packed, _sharded
 from ._errors import UnsupportedError
+from ._switch import OFF
 from ._torch import untyped_storage
 
 _T = TypeVar("_T")
@@ -220,6 +221,8 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
     call = f"lazy(<{len(values)} value{'' if len(values) == 1 else 's'}>, batch={batch!r})"
     if not values:
         raise ValueError(f"{call}: expected at least one value, got none")
+    if OFF:
+        return values[0] if len(values) == 1 else values
     value: Any = values
     if len(values) == 1:
         value = values[0]

@@ -14,6 +14,7 @@ from . import _backward, _core, _hooks
 from ._budget import readable
 from ._undo import UndoWrites
 from ._lazy import tree_map
+from ._switch import refuse_when_off
 from ._torch import ModesAside
 
 
@@ -485,6 +486,7 @@ def explain(*values: Any) -> Plan:
     Raises:
         ValueError: nothing lazy was given.
     """
+    refuse_when_off(f"explain(<{len(values)} value{'' if len(values) == 1 else 's'}>)")
     lazies: list[torch.Tensor] = []
 
     def look(t: torch.Tensor, _dim: Any, _where: str) -> torch.Tensor:

@@ -19,6 +19,7 @@ from ._dry import AsOnCuda, Attention
 from ._errors import UnsupportedError
 from ._lazy import describe, lazy, tree_map
 from ._plan import Plan
+from ._switch import refuse_when_off
 from ._undo import UndoWrites
 
 
@@ -106,6 +107,7 @@ def plan(
         value, and on a device when it runs a fully sharded module (FSDP), whose memory has not
         been measured; ValueError for an unknown device or setting.
     """
+    refuse_when_off("plan()")
     profile = _profile_of(device)
     if micro_batch is not None and (
         isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1

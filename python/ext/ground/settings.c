@@ -1,9 +1,10 @@
 /* settings.c — see settings.h.
  *
  *   configure(*, micro_batch, budget, cpu_budget, resident, strict, fastest, dry, own_budget,
- *             axes, host_memory) ->
+ *             own_micro_batch, axes, host_memory) ->
  *       the settings before, as a dict for configure(**dict); only the given settings change
  *   configure_process(*, budget, cpu_budget, resident): where no budget is entered
+ *   configure_process_rows(micro_batch, fastest): where no micro_batch is entered
  *
  * A context variable holds an object that never changes, so that a copied context keeps what was
  * set when it was copied.
@@ -48,6 +49,10 @@ koila__settings koila__settings_now(void)
         s.cpu_budget = process.cpu_budget;
         s.resident = process.resident;
     }
+    if (!s.own_rows && !s.dry && !s.rows && !s.fastest) {
+        s.rows = process.rows;
+        s.fastest = process.fastest;
+    }
     return s;
 }
 
@@ -90,12 +95,12 @@ static PyObject *settings_dict(void)
 {
     const koila__settings s = koila__settings_now();
     return Py_BuildValue(
-        "{s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N}", "micro_batch",
+        "{s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N}", "micro_batch",
         number_or_none(s.rows, (uint64_t)s.rows), "budget", number_or_none(s.has_budget, s.budget),
         "cpu_budget", number_or_none(s.cpu_budget != UINT64_MAX, s.cpu_budget), "resident",
         truth(s.resident), "strict", truth(s.strict), "fastest", truth(s.fastest), "dry",
-        truth(s.dry), "own_budget", truth(s.own_budget), "axes",
-        PyUnicode_FromString(axes_names[s.axes]), "host_memory", truth(!s.no_host));
+        truth(s.dry), "own_budget", truth(s.own_budget), "own_micro_batch", truth(s.own_rows),
+        "axes", PyUnicode_FromString(axes_names[s.axes]), "host_memory", truth(!s.no_host));
 }
 
 /* Reads `o`, a number or None for no limit. NULL: not given, so `otherwise`. */
@@ -150,16 +155,16 @@ static int store(koila__settings s)
 
 static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
 {
-    static char *names[] = { "micro_batch", "budget",      "cpu_budget", "resident",
-                             "strict",      "fastest",     "dry",        "own_budget",
-                             "axes",        "host_memory", NULL };
+    static char *names[] = { "micro_batch",     "budget", "cpu_budget", "resident", "strict",
+                             "fastest",         "dry",    "own_budget", "axes",     "host_memory",
+                             "own_micro_batch", NULL };
     PyObject *rows = NULL, *budget = NULL, *cpu_budget = NULL, *resident = NULL;
     PyObject *strict = NULL, *fastest = NULL, *dry = NULL, *own_budget = NULL, *axes = NULL;
-    PyObject *host = NULL;
+    PyObject *host = NULL, *own_rows = NULL;
     (void)self;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOOOOOOO:configure", names, &rows, &budget,
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOOOOOOOO:configure", names, &rows, &budget,
                                      &cpu_budget, &resident, &strict, &fastest, &dry, &own_budget,
-                                     &axes, &host))
+                                     &axes, &host, &own_rows))
         return NULL;
     koila__settings s = own();
     if (rows)
@@ -183,6 +188,7 @@ static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
     set_switch(&s.strict, strict);
     set_switch(&s.fastest, fastest);
     set_switch(&s.own_budget, own_budget);
+    set_switch(&s.own_rows, own_rows);
     if (budget)
         koila__cpu_bytes_install();
     if (store(s) < 0)
@@ -214,6 +220,23 @@ static PyObject *py_configure_process(PyObject *self, PyObject *args, PyObject *
     Py_RETURN_NONE;
 }
 
+static PyObject *py_configure_process_rows(PyObject *self, PyObject *args)
+{
+    Py_ssize_t rows;
+    int fastest;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "np:configure_process_rows", &rows, &fastest))
+        return NULL;
+    if (rows < 0) {
+        PyErr_SetString(PyExc_ValueError, "configure_process_rows: rows must be 0 or more");
+        return NULL;
+    }
+    process.rows = rows;
+    process.fastest = fastest;
+    n_process_settings++;
+    Py_RETURN_NONE;
+}
+
 static PyObject *py_is_planning(PyObject *self, PyObject *ignored)
 {
     (void)self;
@@ -227,6 +250,9 @@ static PyMethodDef methods[] = {
       "Change settings of this thread or task; returns the old ones as a dict." },
     { "configure_process", (PyCFunction)(void (*)(void))py_configure_process,
       METH_VARARGS | METH_KEYWORDS, "The budget wherever none is entered." },
+    { "configure_process_rows", py_configure_process_rows, METH_VARARGS,
+      "configure_process_rows(micro_batch, fastest): where no micro_batch() is entered. 0: as few "
+      "slices as fit" },
     { NULL, NULL, 0, NULL },
 };
 

@@ -3,8 +3,8 @@
  *
  * They belong to the running thread or asyncio task, by the rules of contextvars: a new task starts
  * with those of the task that made it, a new thread with none, and nothing that is set in one is
- * seen in another. koila.set_budget() and KOILA_BUDGET are the process's: they hold wherever no
- * budget() is entered. */
+ * seen in another. koila.set_budget(), KOILA_BUDGET and KOILA_MICRO_BATCH are the process's: they
+ * hold wherever no budget(), and no micro_batch(), is entered. */
 #ifndef KOILA_EXT_SETTINGS_H
 #define KOILA_EXT_SETTINGS_H
 
@@ -31,6 +31,7 @@ typedef struct koila__settings {
     bool fastest;    /* time a few slice sizes and keep the fastest */
     bool dry;        /* koila.plan(): steps are planned, and nothing runs */
     bool own_budget; /* a budget() is entered here, so the process's does not count */
+    bool own_rows;   /* the same of micro_batch() */
 } koila__settings;
 
 /* Those of the running code. */

@@ -15,6 +15,8 @@ from __future__ import annotations
 import os as _os
 from typing import TYPE_CHECKING, Any
 
+from .._nearest import did_you_mean as _did_you_mean
+
 if TYPE_CHECKING:
     from .control import backend as backend, measure as measure, start as start, stop as stop
     from .courtesy import Courtesy as Courtesy
@@ -62,7 +64,8 @@ __all__ = [*_WHERE]
 
 def _get(name: str) -> Any:
     if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        said = _did_you_mean(name, _WHERE) if name[:1] != "_" else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{said}")
     from importlib import import_module
 
     value = globals()[name] = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
