@@ -228,9 +228,7 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
         value = values[0]
         if _is_loader(value):
             return LazyLoader(value, batch)
-        if isinstance(batch, (list, tuple)) and len(batch) == 1:
-            if not (isinstance(value, (list, tuple)) and len(value) == 1):
-                batch = batch[0]  # in_dims=(0,) for one argument
+        batch = _of_one(value, batch)
     found, n_tensors, n_packed = _look(value, batch, call)
     if n_tensors == 0:
         raise _no_tensor(values, call)
@@ -270,6 +268,14 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
         )
 
     return tree_map(wrap, value, batch, "", wrap_packed)
+
+
+def _of_one(value: Any, batch: Batch) -> Batch:
+    """What `batch` says of the only value: `in_dims=(0,)` for one argument is 0."""
+    if isinstance(batch, (list, tuple)) and len(batch) == 1:
+        if not (isinstance(value, (list, tuple)) and len(value) == 1):
+            return batch[0]
+    return batch
 
 
 def _no_tensor(values: tuple[Any, ...], call: str) -> ValueError:
