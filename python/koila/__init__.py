@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     )
     from ._errors import StaleValueError as StaleValueError, UnsupportedError as UnsupportedError
     from ._lazy import lazy as lazy, run as run
+    from ._on_step import Step as Step, on_step as on_step
     from ._plan import Plan as Plan, explain as explain, last_plan as last_plan, plans as plans
     from ._predict import measure_device as measure_device, plan as plan
     from ._opaque import opaque as opaque
+    from ._progress import progress as progress
     from ._rules import register_rule as register_rule
     from ._tensor import LazyTensor as LazyTensor
 
@@ -46,6 +48,7 @@ _HOME = {
     "OutOfMemory": "_errors",
     "Plan": "_plan",
     "StaleValueError": "_errors",
+    "Step": "_on_step",
     "UnsupportedError": "_errors",
     "axes": "_budget",
     "budget": "_budget",
@@ -55,9 +58,11 @@ _HOME = {
     "lazy": "_lazy",
     "measure_device": "_predict",
     "micro_batch": "_budget",
+    "on_step": "_on_step",
     "opaque": "_opaque",
     "plan": "_predict",
     "plans": "_plan",
+    "progress": "_progress",
     "register_rule": "_rules",
     "run": "_lazy",
     "set_budget": "_budget",

@@ -21,7 +21,7 @@ Pass 1 below is step 1, pass 2 is step 3.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -469,10 +469,27 @@ def _run_lazily(depth: _Depth, t_outputs: Sequence[Any], *args: Any, **kwargs: A
     return found
 
 
+# Called with the number of each run of a backward when all of it is done; koila.on_step() sets it.
+after_step: Callable[[int], None] | None = None
+
+
 def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     context = _core.backward_context(t_outputs, args[0] if args else None)
     if context is None:
         return run_backward(t_outputs, *args, **kwargs)
+    if after_step is None or depth_of(context).level:
+        return _run_shielded(context, t_outputs, *args, **kwargs)
+    before = _core.last_backward()
+    result = _run_shielded(context, t_outputs, *args, **kwargs)
+    number = _core.last_backward()
+    if number != before and after_step is not None:
+        after_step(number)
+    return result
+
+
+def _run_shielded(
+    context: _core.Context, t_outputs: Sequence[Any], *args: Any, **kwargs: Any
+) -> Any:
     # Ctrl-C stops the run inside, or waits until gradients and buffers are both done.
     with _core.shield:
         before = _core.lend(context)  # to a thread of torch's, which has none itself

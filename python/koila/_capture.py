@@ -21,6 +21,7 @@ from ._calls import (
     with_strides,
     write_real,
 )
+from ._cells import cell_of
 from ._doors import install
 from ._errors import StaleValueError, UnsupportedError
 from ._fingerprint import device_print as device_print
@@ -72,7 +73,11 @@ _LIBRARY = (
 
 
 def user_file(filename: str) -> str | None:
-    """The name to show for a source file, or None for torch, koila and code without a file."""
+    """The name to show for a source file, `In [3]` for a notebook's cell; None for torch, koila and
+    code without a file."""
+    cell = cell_of(filename)
+    if cell is not None:
+        return cell
     if filename.startswith("<") or os.path.abspath(filename).startswith(_LIBRARY):
         return None
     return filename

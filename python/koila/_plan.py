@@ -1,8 +1,8 @@
-"""How a step ran, or would run, as text: `last_plan()`, `plans()`, `explain()`, and a page."""
+"""How a step ran, or would run: `last_plan()`, `plans()`, `explain()`; as text, page and data."""
 
 from __future__ import annotations
 
-import html
+import json
 import os
 import weakref
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _backward, _core, _hooks
+from . import _backward, _core, _hooks, _pages
 from ._budget import readable
 from ._undo import UndoWrites
 from ._lazy import tree_map
@@ -20,13 +20,16 @@ from ._torch import ModesAside
 
 class Loop(NamedTuple):
     """One pass over the slices. `n_nodes`: operators a slice runs; `n_targets`: values that must be
-    whole at its end."""
+    whole at its end. `ends_for`, `ends_at`: the operator, and its line, that makes one of these,
+    before which the next loop cannot begin."""
 
     axis: int
     n_slices: int
     n_nodes: int
     n_targets: int
     peak_bytes: int
+    ends_for: str = ""
+    ends_at: str = ""
 
 
 class _Gather(NamedTuple):
@@ -62,13 +65,18 @@ class Gather(_Gather):
 
 
 class Large(NamedTuple):
-    """A tensor that is alive at the step's peak."""
+    """A tensor that is alive at the step's peak. `n_bytes`: what is held of it; `held`: "slice",
+    "whole", or "some slices"; `held_shape`: of one slice, or of the whole. `shape`, `whole_bytes`:
+    of all of it."""
 
     n_bytes: int
     dtype: str
     shape: tuple[int, ...]
     operator: str
     line: str
+    held: str
+    held_shape: tuple[int, ...]
+    whole_bytes: int
 
 
 class Axis(NamedTuple):
@@ -87,8 +95,38 @@ def _cut(n_slices: int, each: str, of: int, size: int) -> str:
     return f"{n_slices} × {each}" + (f", the last {ragged}" if ragged else "")
 
 
-def _short(line: str) -> str:
+def cut_in_words(plan: Plan) -> str:
+    """`3 × 4 rows of 10, the last 2`; `whole, 10 rows`."""
+    rows = f"{plan.micro_batch} rows of {plan.batch}"
+    cut = _cut(plan.n_micro_batches, rows, plan.micro_batch, plan.batch)
+    if plan.n_micro_batches == 1:
+        cut = f"whole, {plan.batch} rows"
+    if plan.axis is None:
+        return cut
+    a = plan.axis
+    each = f"{a.slice_size} of {a.size:,} along dim {a.dim}"
+    along = _cut(a.n_slices, each, a.slice_size, a.size)
+    return along if plan.n_micro_batches == 1 else f"{cut}, each {along}"
+
+
+def in_short(line: str) -> str:
+    """`train.py:12` of a path and line."""
     return os.path.basename(line)
+
+
+def _size(n: int | None, otherwise: str) -> str:
+    return otherwise if n is None else readable(n)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+class _Table(NamedTuple):
+    title: str
+    names: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    note: str
 
 
 def _typed(dtype: str, shape: Sequence[int]) -> str:
@@ -104,6 +142,8 @@ class Plan:
             or one row if `n_micro_batches` is not 1. `None`: rows were cut, or nothing.
         predicted_peak_bytes, measured_peak_bytes: all bytes that torch holds at the peak; measured
             is `None` where they were not counted; on a GPU, where an earlier peak was higher.
+        plain_peak_bytes: the predicted peak of the same step with all rows at once, as plain
+            PyTorch runs it; `None`: not known.
         base_bytes: bytes held before the step (model, data, optimizer); of `koila.plan()`: bytes
             that the step reads.
         budget_bytes: bytes that torch may hold; `None`: what was free.
@@ -117,6 +157,8 @@ class Plan:
             their results were dropped: nothing else fitted.
         n_offloaded, offloaded_bytes: values that waited in host memory between their uses in the
             forward and the backward pass, in each slice; their bytes.
+        n_reads: of a backward: runs for values that were read before it in its step.
+        seconds: that the run took, without the recording of the step; `None`: nothing ran.
         asked_by: "backward"; "item" (`.item()`, `float()`); "aten::nonzero" or another operator
             whose result depends on values; "read" (`print`, `if`, `.torch()`, `koila.run()`);
             "leaving" (a step was left without backward: what the program holds of it); "plan"
@@ -142,6 +184,9 @@ class Plan:
     n_recomputed: int
     n_offloaded: int
     offloaded_bytes: int
+    plain_peak_bytes: int | None
+    n_reads: int
+    seconds: float | None
     asked_by: str
     asked_at: str
     fit: dict[str, Any] | None
@@ -161,88 +206,101 @@ class Plan:
 
     # ---- as text
 
-    def _head(self) -> list[tuple[str, str]]:
-        def size(n: int | None, otherwise: str) -> str:
-            return otherwise if n is None else readable(n)
+    @property
+    def is_cut(self) -> bool:
+        """Is it more than one slice?"""
+        return self.n_micro_batches > 1 or self.axis is not None
 
-        rows = f"{self.micro_batch} rows of {self.batch}"
-        cut = _cut(self.n_micro_batches, rows, self.micro_batch, self.batch)
-        if self.n_micro_batches == 1:
-            cut = f"whole, {self.batch} rows"
-        if self.axis is not None:
-            a = self.axis
-            each = f"{a.slice_size} of {a.size:,} along dim {a.dim}"
-            along = _cut(a.n_slices, each, a.slice_size, a.size)
-            cut = along if self.n_micro_batches == 1 else f"{cut}, each {along}"
+    def _peaks(self) -> list[tuple[str, str]]:
+        did_not_run = "not run" if self._values is not None or self.asked_by == "plan" else None
         table = [
-            ("batch", cut),
-            ("predicted peak", size(self.predicted_peak_bytes, "unknown")),
-            (
-                "measured peak",
-                size(
-                    self.measured_peak_bytes,
-                    "not run" if self._values is not None else "not measured",
-                ),
-            ),
-            ("held before", size(self.base_bytes, "unknown")),
-            ("budget", size(self.budget_bytes, "what is free")),
-            (
-                "operators",
-                f"{self.n_recorded} recorded, {self.n_run} run"
-                + (f", {self.n_recomputed} computed again" if self.n_recomputed else "")
-                + (f", {self.replay_ratio:.2f} per slice" if self.n_run else ""),
-            ),
+            ("predicted peak", readable(self.predicted_peak_bytes)),
+            ("measured peak", _size(self.measured_peak_bytes, did_not_run or "not measured")),
         ]
+        if self.plain_peak_bytes is not None:
+            table.append(("plain would need", readable(self.plain_peak_bytes)))
+        return [
+            *table,
+            ("held before", readable(self.base_bytes)),
+            ("budget", _size(self.budget_bytes, "what is free")),
+        ]
+
+    def _work(self) -> list[tuple[str, str]]:
+        run = f"{self.n_recorded} of the program"
+        if self.n_run:
+            run += f", {self.n_run} run over all slices"
+        table = [("operators", run)]
+        if self.n_run or self.n_recomputed:
+            table.append(("computed again", self._again()))
         if self.n_offloaded:
             waiting = f"{self.n_offloaded} values, {readable(self.offloaded_bytes)}"
             table.append(("in host memory", waiting))
+        if self.seconds is not None:
+            table.append(("time", _time(self.seconds)))
+        return table
+
+    def _again(self) -> str:
+        more = round(100 * (self.replay_ratio - 1))
+        text = f"+{more} % work" if more > 0 else "nothing"
+        if self.n_recomputed:
+            text += f", {self.n_recomputed} results that were dropped"
+        return text
+
+    def _head(self) -> list[tuple[str, str]]:
+        table = [("batch", cut_in_words(self)), *self._peaks(), *self._work()]
         if self.fit is not None:
             margin = (
                 f", {readable(self.fit['margin_bytes'])} kept free"
                 if self.fit["margin_bytes"]
                 else ""
             )
-            table.append(
-                (
-                    "reserved",
-                    f"{readable(self.fit['peak_reserved'])}{margin}"
-                    if self.fit["fits"]
-                    else f"does not fit by the allocator's model{margin}; tried all the same",
-                )
-            )
+            reserved = f"{readable(self.fit['peak_reserved'])}{margin}"
+            if not self.fit["fits"]:
+                reserved = f"does not fit by the allocator's model{margin}; tried all the same"
+            table.append(("reserved", reserved))
+        if self.n_reads:
+            table.append(("values read before", f"{self.n_reads} runs"))
         return table + ([("retries", str(self.retries))] if self.retries else [])
 
-    def _tables(self) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    def _tables(self) -> list[_Table]:
+        loops = [
+            (str(i), str(p.n_slices), str(p.n_nodes), str(p.n_targets), readable(p.peak_bytes))
+            + (p.ends_for, in_short(p.ends_at))
+            for i, p in enumerate(self.loops)
+        ]
+        gathers = [
+            (readable(g.n_bytes), _typed(g.dtype, g.shape), g.operator, in_short(g.line))
+            for g in self.gathers
+        ]
+        largest = [
+            (readable(t.n_bytes), t.held, _typed(t.dtype, t.held_shape))
+            + (
+                (_typed(t.dtype, t.shape), readable(t.whole_bytes))
+                if t.held != "whole"
+                else ("", "")
+            )
+            + (t.operator, in_short(t.line))
+            for t in self.largest[:10]
+        ]
         return [
-            (
-                "loops",
-                ("", "slices", "operators", "made whole", "peak"),
-                [
-                    (
-                        str(i),
-                        str(p.n_slices),
-                        str(p.n_nodes),
-                        str(p.n_targets),
-                        readable(p.peak_bytes),
-                    )
-                    for i, p in enumerate(self.loops)
-                ],
+            _Table(
+                "loops over the slices",
+                ("", "slices", "operators each", "made whole", "peak", "ends for", "line"),
+                loops,
+                "made whole: values that a slice adds to, or joins, so that they are whole when "
+                "the loop ends; the next loop begins where an operator needs one of them",
             ),
-            (
+            _Table(
                 "gathered (an operator needs it whole)",
                 ("bytes", "tensor", "operator", "line"),
-                [
-                    (readable(g.n_bytes), _typed(g.dtype, g.shape), g.operator, _short(g.line))
-                    for g in self.gathers
-                ],
+                gathers,
+                "",
             ),
-            (
+            _Table(
                 "largest at the peak",
-                ("bytes", "tensor", "operator", "line"),
-                [
-                    (readable(t.n_bytes), _typed(t.dtype, t.shape), t.operator, _short(t.line))
-                    for t in self.largest[:10]
-                ],
+                ("bytes", "held", "shape", "whole", "its bytes", "operator", "line"),
+                largest,
+                "",
             ),
         ]
 
@@ -250,14 +308,10 @@ class Plan:
         head = self._head()
         width = max(len(k) for k, _ in head)
         lines = [f"{k:<{width}}  {v}" for k, v in head]
-        for title, names, rows in self._tables():
-            if rows:
-                widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-                lines += ["", title]
-                lines += [
-                    "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-                    for row in (names, *rows)
-                ]
+        for t in self._tables():
+            if t.rows:
+                lines += ["", t.title, *_pages.columns(t.names, t.rows)]
+                lines += [f"  ({t.note})"] if t.note and len(t.rows) > 1 else []
         for instead in dict.fromkeys(g.instead for g in self.gathers):
             lines += ["", instead] if instead else []
         return "\n".join(lines)
@@ -265,11 +319,35 @@ class Plan:
     def __repr__(self) -> str:
         return f"<koila.Plan: {self._head()[0][1]}, peak {readable(self.predicted_peak_bytes)}>"
 
-    # ---- as files
+    def _body(self) -> list[str]:
+        parts = [_pages.facts(self._head()), _pages.heading("memory over the step")]
+        along = "operators of the step, in the order in which they run"
+        parts.append(_pages.curve(self.curve, readable, along, self.budget_bytes))
+        for t in self._tables():
+            if t.rows:
+                parts += [_pages.heading(t.title), _pages.table(t.names, t.rows)]
+                parts += [_pages.note(t.note)] if t.note and len(t.rows) > 1 else []
+        return parts
+
+    def _repr_html_(self) -> str:
+        return _pages.fragment(self._body())
+
+    # ---- as data and files
+
+    def to_dict(self) -> dict[str, Any]:
+        """All attributes as JSON has them: lists, dicts, numbers, texts. Bytes and seconds are
+        numbers; `loops`, `gathers` and `largest` are lists of dicts with their attributes."""
+        out: dict[str, Any] = {name: getattr(self, name) for name in Plan.__annotations__}
+        out["axis"] = None if self.axis is None else self.axis._asdict()
+        out["loops"] = [loop._asdict() for loop in self.loops]
+        out["gathers"] = [{**g._asdict(), "dtype": g.dtype} for g in self.gathers]
+        out["largest"] = [t._asdict() for t in self.largest]
+        out["curve"] = [list(point) for point in self.curve]
+        return out
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan. `*.html`: one self-contained page; `*.kgraph`: the recorded step, for the
-        `koila` command; `*.txt`: the table.
+        """Write the plan. `*.html`: one self-contained page; `*.json`: `to_dict()`; `*.kgraph`: the
+        recorded step, for the `koila` command; `*.txt`: the table.
 
         Raises:
             ValueError: another ending, or a `.kgraph` of a step that is no longer there.
@@ -277,147 +355,64 @@ class Plan:
         path = os.fspath(path)
         ending = os.path.splitext(path)[1]
         if ending == ".kgraph":
-            if self._values is None:
-                is_saved = _core.save_graph(self._raw["number"], path)
-            else:
-                values = [v for ref in self._values if (v := ref()) is not None]
-                is_saved = len(values) == len(self._values)
-                if is_saved:
-                    _core.save_graph(_step_of(values), path)
-            if not is_saved:
-                raise ValueError(
-                    f"Plan.save({path!r}): expected the plan of one of the last {_MOST_PLANS} runs "
-                    "of this thread, got that of an older step, whose graph is gone"
-                )
-            return
-        if ending not in (".html", ".txt"):
+            self._save_graph(path)
+        elif ending == ".html":
+            _write(path, _pages.page("koila: a step's memory", self._body()))
+        elif ending == ".json":
+            _write(path, json.dumps(self.to_dict(), indent=1) + "\n")
+        elif ending == ".txt":
+            _write(path, f"{self}\n")
+        else:
             raise ValueError(
-                f"Plan.save({path!r}): expected a name that ends in .html, .kgraph or .txt, got "
-                f"{ending or 'no ending'!r}"
+                f"Plan.save({path!r}): expected a name that ends in .html, .json, .kgraph or .txt, "
+                f"got {ending or 'no ending'!r}"
             )
-        with open(path, "w", encoding="utf-8") as f:
-            f.write(_page(self) if ending == ".html" else f"{self}\n")
 
-
-# ---- the page
-
-_STYLE = """
-:root {
-  color-scheme: light dark; --ink: #1d2330; --dim: #667085; --page: #fff; --card: #f6f7f9;
-  --line: #d9dde4; --mark: #2f6fde; --limit: #c2410c;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --ink: #e6e9ef; --dim: #98a2b3; --page: #14171d; --card: #1c2129; --line: #323a46;
-    --mark: #6ea2ff; --limit: #fb923c;
-  }
-}
-body {
-  font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
-  max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
-}
-h1 { font-size: 1.4rem; } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
-dl { display: flex; flex-wrap: wrap; gap: .75rem; margin: 0; }
-dl div { background: var(--card); padding: .6rem .9rem; border-radius: .5rem; }
-dt { color: var(--dim); font-size: .85rem; } dd { margin: 0; font-variant-numeric: tabular-nums; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
-th { text-align: left; color: var(--dim); font-weight: 500; }
-th, td {
-  padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); white-space: nowrap;
-  font-variant-numeric: tabular-nums;
-}
-td:nth-child(n+2) { font-family: ui-monospace, monospace; font-size: .9em; }
-svg { width: 100%; height: auto; background: var(--card); border-radius: .5rem; }
-svg text { fill: var(--dim); font-size: 12px; }
-"""
-
-
-_MOST_POINTS, _MOST_TITLES = 2000, 400  # of a curve on a page
-
-
-def _svg(plan: Plan) -> str:
-    """Bytes over the step: one area, the budget as a line if it is near, a title for each point."""
-    curve = plan.curve or [("", 0)]
-    w, h, left, top, bottom = 960, 300, 74, 14, 28
-    peak = max(n for _, n in curve)
-    limit = plan.budget_bytes
-    near = limit is not None and limit <= 3 * max(peak, 1)
-    scale = max(peak, limit if near and limit is not None else 0, 1) * 1.05
-
-    def x(i: int) -> float:
-        return left + (w - left - 10) * i / max(len(curve) - 1, 1)
-
-    def y(n: float) -> float:
-        return top + (h - top - bottom) * (1 - n / scale)
-
-    step = max(1, len(curve) // _MOST_POINTS)  # each group of points shows its highest
-    points = [
-        max(range(i, min(i + step, len(curve))), key=lambda j: curve[j][1])
-        for i in range(0, len(curve), step)
-    ]
-    path = " ".join(f"{x(i):.1f},{y(curve[i][1]):.1f}" for i in points)
-    out = [f'<svg viewBox="0 0 {w} {h}" role="img" aria-label="memory over the step">']
-    for k in range(5):
-        n = scale / 1.05 * k / 4
-        out.append(
-            f'<line x1="{left}" x2="{w - 10}" y1="{y(n):.1f}" y2="{y(n):.1f}" '
-            'stroke="var(--line)"/>'
-        )
-        out.append(
-            f'<text x="{left - 8}" y="{y(n) + 4:.1f}" text-anchor="end">{readable(n)}</text>'
-        )
-    base = f"{y(0):.1f}"
-    out.append(
-        f'<polygon points="{x(points[0]):.1f},{base} {path} {x(points[-1]):.1f},{base}" '
-        'fill="var(--mark)" fill-opacity=".15"/>'
-    )
-    out.append(f'<polyline points="{path}" fill="none" stroke="var(--mark)" stroke-width="1.5"/>')
-    if near and limit is not None:
-        out.append(
-            f'<line x1="{left}" x2="{w - 10}" y1="{y(limit):.1f}" y2="{y(limit):.1f}" '
-            'stroke="var(--limit)" stroke-dasharray="6 4"/>'
-        )
-        out.append(
-            f'<text x="{w - 14}" y="{y(limit) - 5:.1f}" text-anchor="end">budget '
-            f"{readable(limit)}</text>"
-        )
-    for i in points[:: max(1, len(points) // _MOST_TITLES)]:
-        label, n = curve[i]
-        out.append(
-            f'<circle cx="{x(i):.1f}" cy="{y(n):.1f}" r="5" '
-            f'fill="transparent"><title>{html.escape(f"{label}: {readable(n)}")}</title></circle>'
-        )
-    out.append(f'<text x="{left}" y="{h - 8}">{html.escape(curve[0][0])}</text>')
-    out.append(
-        f'<text x="{w - 10}" y="{h - 8}" text-anchor="end">{html.escape(curve[-1][0])}</text></svg>'
-    )
-    return "\n".join(out)
-
-
-def _page(plan: Plan) -> str:
-    def cells(tag: str, row: Iterable[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in row) + "</tr>"
-
-    parts = [
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-        'content="width=device-width">'
-    ]
-    parts.append(
-        f"<title>koila: a step's memory</title><style>{_STYLE}</style></head><body><h1>koila: a "
-        "step's memory</h1><dl>"
-    )
-    parts += [
-        f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in plan._head()
-    ]
-    parts += ["</dl><h2>memory over the step</h2>", _svg(plan)]
-    for title, names, rows in plan._tables():
-        if rows:
-            parts.append(
-                f'<h2>{html.escape(title)}</h2><div class="wide"><table>{cells("th", names)}'
+    def _save_graph(self, path: str) -> None:
+        if self._values is None:
+            is_saved = _core.save_graph(self._raw["number"], path)
+        else:
+            values = [v for ref in self._values if (v := ref()) is not None]
+            is_saved = len(values) == len(self._values)
+            if is_saved:
+                _core.save_graph(_step_of(values), path)
+        if not is_saved:
+            raise ValueError(
+                f"Plan.save({path!r}): expected the plan of one of the last {_MOST_PLANS} runs "
+                "of this thread, got that of an older step, whose graph is gone"
             )
-            parts += [cells("td", row) for row in rows]
-            parts.append("</table></div>")
-    return "\n".join([*parts, "</body></html>\n"])
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(text)
+
+
+class Plans(list[Plan]):
+    """What `plans()` returns: a list that shows itself as a table."""
+
+    _NAMES = ("asked by", "at", "batch", "peak", "measured", "time")
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                p.asked_by,
+                in_short(p.asked_at),
+                cut_in_words(p),
+                readable(p.predicted_peak_bytes),
+                _size(p.measured_peak_bytes, ""),
+                "" if p.seconds is None else _time(p.seconds),
+            )
+            for p in self
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join(_pages.columns(self._NAMES, self._rows())) if self else "no plans"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return _pages.fragment([_pages.table(self._NAMES, self._rows())])
 
 
 # ---- asking
@@ -438,10 +433,10 @@ def last_plan() -> Plan | None:
 _MOST_PLANS = 16
 
 
-def plans() -> list[Plan]:
+def plans() -> Plans:
     """The plans of the last 16 runs of this thread or asyncio task, the newest last. `asked_by` and
     `asked_at` say what asked for each: a backward, a value that was read, `koila.plan()`."""
-    return [Plan(raw) for raw in _core.plans(_MOST_PLANS)]
+    return Plans(Plan(raw) for raw in _core.plans(_MOST_PLANS))
 
 
 def _step_of(values: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -72,11 +72,19 @@ def plans(step: Any, loss: torch.Tensor) -> None:
         list[tuple[str, tuple[int, ...], int]],
     )
     assert_type(p.loops[0].n_slices, int)
+    assert_type((p.plain_peak_bytes, p.seconds), tuple[int | None, float | None])
+    assert_type(p.to_dict(), dict[str, Any])
     p.save("step.html")
     ahead = koila.plan(step, loss, device="h100-80gb", optimizer="adamw")
     assert_type(ahead.fits, bool)
     koila.plan(step, loss, optimiser="adamw")  # type: ignore[call-arg]
     koila.plan(step, loss, budget={"cpu": 1})  # type: ignore[arg-type]
+    koila.progress(False)
+    koila.progress("off")  # type: ignore[arg-type]
+    with koila.on_step(lambda step: print(step.slices, step.plan)) as listener:
+        assert_type(koila.last_plan(), koila.Plan | None)
+    listener.remove()
+    koila.on_step(3)  # type: ignore[arg-type]
     koila.register_rule("mine::op", "S0 -> S0")
     try:
         list(koila.opaque(torch.nn.Linear(2, 2)).parameters())

@@ -323,9 +323,11 @@ static int run_rows(exec *x, const koila_stage *st, int64_t begin, int64_t end, 
             memcpy(x->done, already, st->n_instrs);
         else
             memset(x->done, 0, st->n_instrs);
-        if (run_instrs(x, st) == 0)
+        if (run_instrs(x, st) == 0) {
             end_slice(x, st);
-        else if (run_in_halves(x, st) < 0)
+            if (x->progress)
+                koila__progress_slice(x->progress);
+        } else if (run_in_halves(x, st) < 0)
             return -1;
         else if (next - at == rows) /* the next slices are as large: not once more in vain */
             rows = (rows + 1) / 2;
@@ -540,11 +542,13 @@ static int tell_ranks(exec *x, int status, koila__announced *announced)
 int koila__exec_plan(koila__tape *t, const koila__part *p, const cached *c, PyObject *ranks,
                      uint32_t n, PyObject **results, koila__exec_report *report)
 {
+    koila__progress progress = koila__progress_begin(c->plan);
     exec x = { .tape = t,
                .c = c,
                .plan = c->plan,
                .g = koila_plan_graph(c->plan),
                .table = koila__table,
+               .progress = &progress,
                .node_from = p->node_from,
                .measure = koila__cpu_bytes_ok() && c->gpu < 0,
                .ranks = ranks };
@@ -557,6 +561,7 @@ int koila__exec_plan(koila__tape *t, const koila__part *p, const cached *c, PyOb
         status = run_stages(&x, n, results);
     if (works)
         koila__work_end();
+    koila__progress_end(&progress);
     exec_free(&x);
     *report = (koila__exec_report){ .n_run = x.n_run, .retries = x.retries };
     status = tell_ranks(&x, status, &report->announced);

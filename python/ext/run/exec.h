@@ -40,6 +40,7 @@ typedef struct exec {
     int64_t begin, end, batch; /* rows of the running slice; 0, 0, 0 outside of loops */
     uint64_t n_run;
     uint32_t retries;
+    koila__progress *progress; /* NULL: of a step within a row */
     bool measure;
     /* borrowed: the ranks that run the same sharded calls at the same time; NULL: none */
     PyObject *ranks;

@@ -136,6 +136,18 @@ const koila__step *koila__past_numbered(uint64_t number)
     return p->ran.step.c && p->ran.step.number == number ? &p->ran.step : NULL;
 }
 
+const koila__step *koila__past_ran(void)
+{
+    const past *p = past_now();
+    return p ? step_or_null(&p->ran) : NULL;
+}
+
+const koila__step *koila__past_backward(void)
+{
+    const past *p = past_now();
+    return p ? step_or_null(&p->backward) : NULL;
+}
+
 uint64_t koila__n_past(void)
 {
     const past *p = past_now();

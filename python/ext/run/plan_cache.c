@@ -23,6 +23,7 @@ void koila__cached_release(cached *c)
     if (--c->refs)
         return;
     koila_plan_free(c->plan);
+    PyMem_RawFree(c->targets);
     if (c->is_predicted)
         koila_graph_copy_free(c->part);
     else
@@ -241,16 +242,20 @@ cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t 
     koila_plan *plan = NULL;
     koila_fit fit = { 0 };
     *status = plan_and_probe(part, targets, n_targets, room, how, &plan, &fit, err);
+    koila_value *kept = NULL;
     if (*status == KOILA_OK) {
         c = PyMem_RawCalloc(1, sizeof *c);
-        if (!c)
+        kept = c ? PyMem_RawMalloc((n_targets + 1) * sizeof *kept) : NULL;
+        if (!kept)
             *status = KOILA_NO_MEMORY;
     }
-    if (!c) {
+    if (!kept) {
+        PyMem_RawFree(c);
         koila_plan_free(plan);
         koila_graph_free(part);
         return NULL;
     }
+    memcpy(kept, targets, n_targets * sizeof *kept);
     *c = (cached){ .refs = 2, /* one for the cache, one for the caller */
                    .key = key,
                    .generation = koila__learned_generation(),
@@ -263,7 +268,9 @@ cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t 
                    .gpu = room->gpu,
                    .state = room->state,
                    .n_states = n_states,
-                   .fit = fit };
+                   .fit = fit,
+                   .targets = kept,
+                   .n_targets = n_targets };
     cached **slot = slot_for_new();
     koila__cached_release(*slot);
     *slot = c;

@@ -162,16 +162,50 @@ static PyObject *gathers_list(PyObject *early, const koila_plan *plan, const koi
     return list;
 }
 
+/* Dimension `dim` of a slice: of a share that has rows, size = outer * rows * inner. */
+static int64_t slice_size(const koila_plan *plan, koila_share s)
+{
+    return s.outer * koila_plan_axis_rows(plan, s.axis) * s.inner;
+}
+
+/* What of value `v` is held where it takes `bytes`: its shape, and "slice"; or "whole"; or "some
+ * slices", with the shape of one. */
+static PyObject *held_of(const koila_plan *plan, koila_value v, uint64_t bytes, PyObject **shape)
+{
+    const koila_meta_info *m = meta_of(plan, v);
+    const koila_share s = koila_plan_share(plan, v);
+    koila_meta_info slice = *m;
+    int64_t size[KOILA_MAX_DIMS];
+    *shape = NULL;
+    if (s.kind != KOILA_SHARE_SLICE || bytes >= m->n_bytes || m->n_dims > KOILA_MAX_DIMS) {
+        *shape = koila__shape_of(m);
+        return PyUnicode_FromString("whole");
+    }
+    memcpy(size, m->size, m->n_dims * sizeof *size);
+    size[s.dim] = slice_size(plan, s) < size[s.dim] ? slice_size(plan, s) : size[s.dim];
+    slice.size = size;
+    *shape = koila__shape_of(&slice);
+    const uint64_t one = koila_plan_value_bytes(plan, v, koila_plan_axis_rows(plan, s.axis));
+    return PyUnicode_FromString(bytes > one ? "some slices" : "slice");
+}
+
+static PyObject *largest_item(const koila_plan *plan, const koila_graph *part, koila_gather g)
+{
+    const koila_meta_info *m = meta_of(plan, g.value);
+    PyObject *shape;
+    PyObject *held = held_of(plan, g.value, g.bytes, &shape);
+    return Py_BuildValue("(KsNsNNNK)", (unsigned long long)g.bytes, koila_dtype_text(m->dtype),
+                         koila__shape_of(m), op_of_node(plan, g.node), line_of(plan, part, g.node),
+                         held, shape, (unsigned long long)m->n_bytes);
+}
+
 static PyObject *largest_list(const koila_plan *plan, const koila_graph *part)
 {
     koila_gather top[MOST_LARGEST];
     const uint32_t n = koila_plan_largest(plan, top, MOST_LARGEST);
     PyObject *list = PyList_New(0);
     for (uint32_t i = 0; list && i < n; i++) {
-        const koila_meta_info *m = meta_of(plan, top[i].value);
-        PyObject *t = Py_BuildValue(
-            "(KsNsN)", (unsigned long long)top[i].bytes, koila_dtype_text(m->dtype),
-            koila__shape_of(m), op_of_node(plan, top[i].node), line_of(plan, part, top[i].node));
+        PyObject *t = largest_item(plan, part, top[i]);
         if (!t || PyList_Append(list, t) < 0)
             Py_CLEAR(list);
         Py_XDECREF(t);
@@ -197,7 +231,36 @@ static PyObject *curve_list(const koila_plan *plan, uint64_t base)
     return list;
 }
 
-static PyObject *loops_list(const koila_plan *plan, const koila_plan_info *info, uint64_t base)
+/* The node because of which the loop ends: it makes a value of all rows that another loop needs.
+ * Moments (batch norm's) count before others. KOILA_NONE: none does. */
+static koila_node loop_ends_for(const koila_plan *plan, const koila_stage *st)
+{
+    koila_node first = KOILA_NONE;
+    for (uint32_t i = 0; i < st->n_instrs; i++) {
+        const koila_instr *in = &st->instrs[i];
+        if (in->kind != KOILA_DO_ADD && in->kind != KOILA_DO_PUT)
+            continue;
+        const koila_share s = koila_plan_share(plan, in->id);
+        const koila_node maker = koila_value_get(koila_plan_graph(plan), in->id).node;
+        if (s.kind == KOILA_SHARE_PARTIAL && s.partial == KOILA_PARTIAL_MOMENTS)
+            return maker;
+        first = first == KOILA_NONE ? maker : first;
+    }
+    return first;
+}
+
+/* The operator that the program called, for a lowered one. */
+static const char *recorded_op(const koila_plan *plan, const koila_graph *part, koila_node lowered)
+{
+    const koila_node n = lowered == KOILA_NONE ? KOILA_NONE : koila_plan_recorded(plan, lowered);
+    if (n == KOILA_NONE)
+        return "";
+    const koila_table *table = koila_graph_table(part);
+    return koila_op_name(table, koila_sig_get(table, koila_node_get(part, n).sig)->op);
+}
+
+static PyObject *loops_list(const koila_plan *plan, const koila_graph *part,
+                            const koila_plan_info *info, uint64_t base)
 {
     PyObject *list = PyList_New(0);
     for (uint32_t k = 0; list && k < info->n_stages; k++) {
@@ -211,10 +274,12 @@ static PyObject *loops_list(const koila_plan *plan, const koila_plan_info *info,
         }
         if (!st->is_loop || !n_nodes)
             continue;
-        PyObject *d =
-            Py_BuildValue("{s:i,s:I,s:I,s:I,s:K}", "axis", (int)st->axis, "n_slices",
-                          koila_plan_slices(plan, st->axis), "n_nodes", n_nodes, "n_targets",
-                          n_targets, "peak_bytes", (unsigned long long)(st->peak_bytes + base));
+        const koila_node end = loop_ends_for(plan, st);
+        PyObject *d = Py_BuildValue(
+            "{s:i,s:I,s:I,s:I,s:K,s:s,s:N}", "axis", (int)st->axis, "n_slices",
+            koila_plan_slices(plan, st->axis), "n_nodes", n_nodes, "n_targets", n_targets,
+            "peak_bytes", (unsigned long long)(st->peak_bytes + base), "ends_for",
+            recorded_op(plan, part, end), "ends_at", line_of(plan, part, end));
         if (!d || PyList_Append(list, d) < 0)
             Py_CLEAR(list);
         Py_XDECREF(d);
@@ -266,21 +331,45 @@ static int64_t batch_of(const koila_graph *part, const koila_plan_info *info)
     return most;
 }
 
-PyObject *koila__step_dict(const koila__step *step)
+/* Is there a loop? Without one the step runs whole, whatever number of slices was requested. */
+static bool has_loop(const koila_plan *plan, const koila_plan_info *info)
+{
+    for (uint32_t k = 0; k < info->n_stages; k++) {
+        const koila_stage *st = koila_plan_stage(plan, k);
+        for (uint32_t i = 0; st->is_loop && i < st->n_instrs; i++)
+            if (st->instrs[i].kind == KOILA_DO_RUN ||
+                (st->instrs[i].kind == KOILA_DO_INNER && st->inner->n_nodes))
+                return true;
+    }
+    return false;
+}
+
+/* What the step would need with all rows at once, in recorded order; None: not known. */
+static PyObject *plain_peak(const koila__step *step)
+{
+    cached *c = step->c;
+    koila_plan *whole = NULL;
+    koila_error err = KOILA_ERROR_INIT;
+    const koila_plan_options o = { .struct_size = sizeof o,
+                                   .budget_bytes = UINT64_MAX,
+                                   .workspace = koila__workspace_of };
+    if (!c->plain_peak_bytes && c->targets &&
+        koila_plan_new(c->part, c->targets, c->n_targets, &o, NULL, &whole, &err) == KOILA_OK)
+        c->plain_peak_bytes = koila_plan_get(whole).peak_bytes;
+    koila_plan_free(whole);
+    return bytes_or_none(c->plain_peak_bytes > 0, c->plain_peak_bytes + step->base_bytes);
+}
+
+PyObject *koila__step_facts(const koila__step *step)
 {
     const koila_plan *plan = step->c->plan;
     const koila_graph *part = step->c->part;
     const koila_plan_info info = koila_plan_get(plan);
     const uint64_t base = step->base_bytes; /* added to every byte count */
     PyObject *d = PyDict_New();
-    PyObject *loops = loops_list(plan, &info, base);
-    if (!d || !loops) {
-        Py_XDECREF(d);
-        Py_XDECREF(loops);
+    if (!d)
         return NULL;
-    }
-    /* without a loop the step runs whole, whatever number of slices was requested */
-    const bool is_cut = PyList_GET_SIZE(loops) > 0 && info.dim == KOILA_NONE;
+    const bool is_cut = info.dim == KOILA_NONE && has_loop(plan, &info);
     const int64_t batch = batch_of(part, &info);
     const int64_t rows = is_cut ? info.rows : batch;
     int bad = set_item(d, "batch", PyLong_FromLongLong(batch));
@@ -292,11 +381,11 @@ PyObject *koila__step_dict(const koila__step *step)
                     bytes_or_none(step->measured, step->measured_peak_bytes));
     bad |= set_item(d, "budget_bytes",
                     bytes_or_none(step->budget_bytes != UINT64_MAX, step->budget_bytes));
-    bad |= set_item(d, "loops", loops);
     bad |= set_item(d, "gathers", gathers_list(step->early, plan, part, info.n_gathers));
     bad |= set_item(d, "retries", PyLong_FromUnsignedLong(step->retries));
-    bad |= set_item(d, "largest", largest_list(plan, part));
-    bad |= set_item(d, "curve", curve_list(plan, base));
+    const bool has_run = step->asked_by != KOILA__ASKED_BY_PLAN && step->n_run > 0;
+    bad |= set_item(d, "seconds", has_run ? PyFloat_FromDouble(step->seconds) : Py_NewRef(Py_None));
+    bad |= set_item(d, "n_reads", PyLong_FromUnsignedLong(step->n_reads));
     const uint32_t n_recorded = step->n_recorded ? step->n_recorded : info.n_recorded;
     bad |= set_item(d, "number", PyLong_FromUnsignedLongLong(step->number));
     bad |= set_item(d, "asked_by", asked_by_text(step));
@@ -309,6 +398,23 @@ PyObject *koila__step_dict(const koila__step *step)
     bad |= set_item(d, "offloaded_bytes", PyLong_FromUnsignedLongLong(info.offloaded_bytes));
     bad |= set_item(d, "base_bytes", bytes_or_none(true, base));
     bad |= set_item(d, "fit", koila__fit_dict(step->c));
+    if (bad)
+        Py_CLEAR(d);
+    return d;
+}
+
+PyObject *koila__step_dict(const koila__step *step)
+{
+    const koila_plan *plan = step->c->plan;
+    const koila_graph *part = step->c->part;
+    const koila_plan_info info = koila_plan_get(plan);
+    PyObject *d = koila__step_facts(step);
+    if (!d)
+        return NULL;
+    int bad = set_item(d, "loops", loops_list(plan, part, &info, step->base_bytes));
+    bad |= set_item(d, "largest", largest_list(plan, part));
+    bad |= set_item(d, "curve", curve_list(plan, step->base_bytes));
+    bad |= set_item(d, "plain_peak_bytes", plain_peak(step));
     if (bad)
         Py_CLEAR(d);
     return d;

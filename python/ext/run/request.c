@@ -351,6 +351,7 @@ static void report(request *q)
     else if (q->step.asked_by != KOILA__ASKED_BY_PLAN)
         koila__count_read(q->tape, &q->part, q->c, q->step.n_run);
     q->c = NULL;
+    q->step.n_reads = q->is_read ? 0 : q->tape->kept.n_reads;
     q->step.budget_bytes = q->room.limit;
     if (q->tape->early) {
         q->step.early = PyList_AsTuple(q->tape->early);
@@ -502,6 +503,8 @@ static next execute(request *q)
     const double started = seconds_now();
     koila__interrupted = false;
     const int status = exec_guarded(q, base, &told);
+    const double took = seconds_now() - started;
+    q->step.seconds += took;
     q->step.retries += told.retries;
     q->step.n_run += told.n_run;
     const bool ran_out = status < 0 && koila__is_out_of_memory();
@@ -510,7 +513,7 @@ static next execute(request *q)
     if (status == 0 && q->c->generation != koila__learned_generation())
         koila__gpu_has_learned(q->c);
     if (q->is_timed && status == 0)
-        koila__tuned_record(q->key, q->c->info.rows, seconds_now() - started);
+        koila__tuned_record(q->key, q->c->info.rows, took);
     const uint64_t peak = koila__cpu_bytes_close(window);
     if (ran_out)
         return after_out_of_memory(q, told.announced);
@@ -728,6 +731,8 @@ int koila__request(koila__tape *t, const koila__wanted *w)
         koila__context_lend(t->context);
     koila__settings_enforce();
     const int status = run_alone(t, w);
+    if (status == 0)
+        koila__tell();
     koila__context_give_back(before);
     Py_DECREF(t);
     return status;

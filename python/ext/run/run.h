@@ -10,6 +10,7 @@
  *   cuda_state.c    a GPU's allocator as it is     tuning.c        the fastest number of rows
  *   part.c          what makes the targets         torch_calls.c   the executor's own calls
  *   past.c          the last runs of a context      reads.c         what a read leaves
+ *   tell.c          who is told of runs             slices_done.c   told while a long run runs
  *   call.c          one recorded call              modes.c         other people's modes, put aside
  *
  * Unless stated otherwise, functions fail with -1 or NULL and an exception, and return new
@@ -168,10 +169,16 @@ typedef struct cached {
     bool is_predicted; /* `part` is a copy over a table of its own (predict_step.c) */
     koila_plan *plan;
     koila_plan_info info;
-    int gpu;           /* planned for this GPU; -1: the CPU */
-    uint64_t state;    /* state of the GPU's allocator in which it fits; 0: check again */
-    uint32_t n_states; /* number of changes of that state, over all plans of this step */
-    koila_fit fit;     /* struct_size 0: the sum of live bytes decided */
+    int gpu;              /* planned for this GPU; -1: the CPU */
+    uint64_t state;       /* state of the GPU's allocator in which it fits; 0: check again */
+    uint32_t n_states;    /* number of changes of that state, over all plans of this step */
+    koila_fit fit;        /* struct_size 0: the sum of live bytes decided */
+    koila_value *targets; /* owned [n_targets] of `part`; NULL: of a prediction */
+    uint32_t n_targets;
+    /* predicted for all rows at once, in recorded order, beyond what is held before; 0: not looked
+     * at yet */
+    uint64_t plain_peak_bytes;
+    uint8_t told; /* what of it the log knows: bits of koila._log */
 } cached;
 void koila__cached_release(cached *c); /* NULL is fine */
 /* A plan for a copy of a recorded part, both taken over. NULL + error: they are not. */
@@ -356,11 +363,15 @@ typedef struct koila__step {
     uint64_t measured_peak_bytes;
     uint64_t n_run;   /* operators run, over all slices */
     uint32_t retries; /* times that one slice or all slices were made smaller */
+    uint32_t n_reads; /* of a backward: runs for values that were read before it in its step */
+    double seconds;   /* that its runs took, those that ran out of memory too */
     /* with the runs of its step before it; 0: those of the plan */
     uint32_t n_recorded;
     double work, work_recorded;
 } koila__step;
 PyObject *koila__step_dict(const koila__step *step);
+/* The same without what takes long: for each step (koila.on_step). */
+PyObject *koila__step_facts(const koila__step *step);
 enum { KOILA__MOST_PAST = 16 };
 /* What last_plan() tells: see past.c. NULL: nothing yet, without an exception. */
 const koila__step *koila__last_step(void);
@@ -368,13 +379,38 @@ const koila__step *koila__last_step(void);
 const koila__step *koila__past_step(uint32_t i);
 const koila__step *koila__past_numbered(uint64_t number); /* NULL: it is not remembered */
 uint64_t koila__n_past(void);                             /* runs and plans so far */
-void koila__last_step_is(const koila__step *step);        /* takes its references over */
+/* The newest run, and the newest of a backward, whatever last_plan() tells; NULL: there is none. */
+const koila__step *koila__past_ran(void);
+const koila__step *koila__past_backward(void);
+void koila__last_step_is(const koila__step *step); /* takes its references over */
 /* What koila.plan() planned as run `number` has plan c from now on, if it is remembered. */
 void koila__past_predicted(uint64_t number, cached *c);
 /* Plan c ran for part `p` of tape t, with n_run operators over all slices, and no backward did. */
 void koila__count_read(koila__tape *t, const koila__part *p, const cached *c, uint64_t n_run);
 /* A backward ran it: `step`, whose plan is set, also tells what was counted, which begins anew. */
 void koila__count_backward(koila__tape *t, const koila__part *p, koila__step *step);
+
+/* ---- tell.c */
+/* Calls `told` for each run whose plan it has not told in full; NULL: nobody. */
+void koila__tell_to(PyObject *told);
+/* A request is over. What `told` raises is written to sys.unraisablehook. */
+void koila__tell(void);
+
+/* ---- slices_done.c */
+/* Calls `show` for long runs; NULL: nobody. */
+void koila__progress_to(PyObject *show);
+/* For tests: a run is long after so many seconds. Returns what it was before. */
+double koila__progress_after(double seconds);
+/* The slices of a run. Nothing here fails. */
+typedef struct koila__progress {
+    bool is_shown;          /* somebody looks */
+    bool was_shown;         /* and has been told of this run */
+    uint64_t n_done, n_all; /* slices */
+    double next;            /* seconds of CLOCK_MONOTONIC: not told again before */
+} koila__progress;
+koila__progress koila__progress_begin(const koila_plan *plan);
+void koila__progress_slice(koila__progress *p); /* one more is done */
+void koila__progress_end(koila__progress *p);
 
 /* ---- plan_report.c */
 PyObject *koila__shape_of(const koila_meta_info *m);

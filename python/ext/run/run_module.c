@@ -27,19 +27,76 @@ static PyObject *py_n_plans(PyObject *self, PyObject *ignored)
     return PyLong_FromUnsignedLongLong(koila__n_past());
 }
 
-/* The dict of `told`, or None for NULL. It is held: while the dict is made the collector may run,
- * and with it a step that pushes it out of the past. */
-static PyObject *dict_of(const koila__step *told)
+/* `make` (koila__step_dict, koila__step_facts) of `told`, or None for NULL. It is held: while the
+ * dict is made the collector may run, and with it a step that pushes it out of the past. */
+static PyObject *made_of(const koila__step *told, PyObject *(*make)(const koila__step *))
 {
     if (!told)
         return Py_NewRef(Py_None);
     koila__step step = *told;
     step.c->refs++;
     Py_XINCREF(step.early);
-    PyObject *d = koila__step_dict(&step);
+    PyObject *d = make(&step);
     koila__cached_release(step.c);
     Py_XDECREF(step.early);
     return d;
+}
+
+static PyObject *dict_of(const koila__step *told) { return made_of(told, koila__step_dict); }
+
+/* The number of the newest run of a backward; 0: there is none. */
+static PyObject *py_last_backward(PyObject *self, PyObject *ignored)
+{
+    const koila__step *step = koila__past_backward();
+    (void)self;
+    (void)ignored;
+    return PyLong_FromUnsignedLongLong(step ? step->number : 0);
+}
+
+/* Run `number` as a dict, or None: it is not remembered. */
+static PyObject *numbered(PyObject *number, PyObject *(*make)(const koila__step *))
+{
+    const unsigned long long n = PyLong_AsUnsignedLongLong(number);
+    return PyErr_Occurred() ? NULL : made_of(koila__past_numbered(n), make);
+}
+
+static PyObject *py_plan_numbered(PyObject *self, PyObject *number)
+{
+    (void)self;
+    return numbered(number, koila__step_dict);
+}
+
+static PyObject *py_step_facts(PyObject *self, PyObject *number)
+{
+    (void)self;
+    return numbered(number, koila__step_facts);
+}
+
+/* None: nobody. */
+static PyObject *function_or_null(PyObject *function)
+{
+    return function == Py_None ? NULL : function;
+}
+
+static PyObject *py_tell_to(PyObject *self, PyObject *function)
+{
+    (void)self;
+    koila__tell_to(function_or_null(function));
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_progress_after(PyObject *self, PyObject *seconds)
+{
+    const double s = PyFloat_AsDouble(seconds);
+    (void)self;
+    return PyErr_Occurred() ? NULL : PyFloat_FromDouble(koila__progress_after(s));
+}
+
+static PyObject *py_progress_to(PyObject *self, PyObject *function)
+{
+    (void)self;
+    koila__progress_to(function_or_null(function));
+    Py_RETURN_NONE;
 }
 
 static PyObject *py_last_plan(PyObject *self, PyObject *ignored)
@@ -650,6 +707,20 @@ static PyMethodDef methods[] = {
     { "last_plan", py_last_plan, METH_NOARGS, "Facts of the last step as a dict, or None." },
     { "plans", py_plans, METH_O,
       "plans(most): facts of at most so many last runs and plans as dicts, the newest last." },
+    { "last_backward", py_last_backward, METH_NOARGS,
+      "last_backward() -> the number of the newest run of a backward, 0 before the first." },
+    { "plan_numbered", py_plan_numbered, METH_O,
+      "plan_numbered(number): facts of that run as a dict, or None: it is not one of the last." },
+    { "step_facts", py_step_facts, METH_O,
+      "step_facts(number): as plan_numbered(), without what takes long to make." },
+    { "tell_to", py_tell_to, METH_O,
+      "tell_to(function | None): it is called as function(number, told, retries) for each run "
+      "whose plan it has not told in full, and returns what it has told." },
+    { "progress_to", py_progress_to, METH_O,
+      "progress_to(function | None): it is called as function(done, all, is_over) in a long run, "
+      "with slices, and returns whether it shows them." },
+    { "progress_after", py_progress_after, METH_O,
+      "progress_after(seconds) -> seconds: for tests, after how long a run is a long one." },
     { "run_all", py_run_all, METH_VARARGS,
       "run_all(lazies, commit): make them concrete in one run." },
     { "finish_step", py_finish_step, METH_VARARGS,

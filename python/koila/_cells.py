@@ -1,0 +1,24 @@
+"""Names of notebook cells: `In [3]`, where Python knows a file such as
+/tmp/ipykernel_4711/1234.py."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def cell_of(filename: str) -> str | None:
+    """`"In [3]"` for the source file of a notebook's or IPython's third cell; `None`: it is no
+    cell."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    compiler = getattr(shell, "compile", None)
+    if compiler is None or not hasattr(compiler, "format_code_name"):
+        return None
+    named = compiler.format_code_name(filename)  # ("Cell", "In[3]"), as IPython's own tracebacks
+    return named[1].replace("[", " [", 1) if named and named[0] == "Cell" else None
+
+
+def file_shown(filename: str) -> str:
+    """The name under which a source file is shown: of a cell its number."""
+    return cell_of(filename) or filename

@@ -1,0 +1,186 @@
+"""Pages and notebook cells in one look: style, facts, tables, a curve over a step.
+
+A page is one file, has no script and loads nothing. All text is escaped here, so callers pass plain
+text. Light and dark follow the system, in Jupyter its theme.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterable, Sequence
+
+_DARK = (
+    "--ink: #e6e9ef; --dim: #98a2b3; --page: #14171d; --card: #1c2129; --line: #323a46; "
+    "--mark: #6ea2ff; --limit: #fb923c;"
+)
+_LIGHT = (
+    "--ink: #1d2330; --dim: #667085; --page: #fff; --card: #f6f7f9; --line: #d9dde4; "
+    "--mark: #2f6fde; --limit: #c2410c;"
+)
+_JUPYTER = "body[data-jp-theme-light"
+STYLE = f"""
+.koila {{ color-scheme: light dark; {_LIGHT} }}
+@media (prefers-color-scheme: dark) {{ .koila {{ {_DARK} }} }}
+{_JUPYTER}="true"] .koila {{ color-scheme: light; {_LIGHT} }}
+{_JUPYTER}="false"] .koila {{ color-scheme: dark; {_DARK} }}
+.koila {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); max-width: 70rem; }}
+body.koila {{ background: var(--page); margin: 2rem auto; padding: 0 1rem; }}
+.koila h1 {{ font-size: 1.4rem; }} .koila h2 {{ font-size: 1.05rem; margin: 2rem 0 .5rem; }}
+.koila p {{ color: var(--dim); margin: .3rem 0; max-width: 45rem; }}
+.koila dl {{ display: flex; flex-wrap: wrap; gap: .75rem; margin: 0; }}
+.koila dl div {{ background: var(--card); padding: .6rem .9rem; border-radius: .5rem; }}
+.koila dt {{ color: var(--dim); font-size: .85rem; font-weight: 400; }}
+.koila dd {{ margin: 0; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }}
+.koila .wide {{ overflow-x: auto; }}
+.koila table {{ border-collapse: collapse; width: 100%; margin: 0; }}
+.koila th {{ text-align: left; color: var(--dim); font-weight: 500; }}
+.koila th, .koila td {{
+  padding: .3rem .8rem .3rem 0; border: 0; border-bottom: 1px solid var(--line);
+  white-space: nowrap; text-align: left; font-variant-numeric: tabular-nums; font-size: .9rem;
+}}
+.koila td:nth-child(n+2) {{ font-family: ui-monospace, monospace; font-size: .85rem; }}
+.koila svg {{
+  width: 100%; min-width: 34rem; height: auto; background: var(--card); border-radius: .5rem;
+}}
+.koila svg text {{ fill: var(--dim); font-size: 12px; }}
+.koila .at rect {{ fill: var(--mark); fill-opacity: 0; }}
+.koila .at circle {{ fill: var(--mark); fill-opacity: 0; }}
+.koila .at:hover rect {{ fill-opacity: .12; }} .koila .at:hover circle {{ fill-opacity: 1; }}
+"""
+
+
+def page(title: str, body: Iterable[str]) -> str:
+    """One self-contained page. body: what the functions below return."""
+    head = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+        f'content="width=device-width"><title>{html.escape(title)}</title><style>{STYLE}</style>'
+        f'</head><body class="koila"><h1>{html.escape(title)}</h1>'
+    )
+    return "\n".join([head, *body, "</body></html>\n"])
+
+
+def fragment(body: Iterable[str]) -> str:
+    """The same for the output of a notebook's cell."""
+    return "\n".join([f'<div class="koila"><style>{STYLE}</style>', *body, "</div>"])
+
+
+def heading(text: str) -> str:
+    return f"<h2>{html.escape(text)}</h2>"
+
+
+def note(text: str) -> str:
+    return f"<p>{html.escape(text)}</p>"
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> str:
+    """[(name, value)] as cards."""
+    cards = (f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in rows)
+    return "<dl>" + "\n".join(cards) + "</dl>"
+
+
+def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    def cells(tag: str, row: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in row) + "</tr>"
+
+    lines = [cells("th", names), *(cells("td", row) for row in rows)]
+    return '<div class="wide"><table>' + "\n".join(lines) + "</table></div>"
+
+
+# ---- a curve
+
+_MOST_POINTS, _MOST_TITLES = 2000, 400
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 960, 320, 84, 10, 26, 40
+
+
+def round_step(most: float) -> int:
+    """The step between the lines of an axis from 0 to `most` bytes: 1, 2 or 5 times a power of two
+    ten times over, so that labels are round; at most six lines."""
+    step = 1
+    while True:
+        for factor in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
+            if step * factor * 6 >= most:
+                return step * factor
+        step *= 1024
+
+
+def curve(
+    points: Sequence[tuple[str, int]],
+    readable: Callable[[float], str],
+    along: str,
+    limit: int | None = None,
+) -> str:
+    """Bytes over a step: an area with axes; each point tells itself under the pointer.
+
+    points: (label, bytes), at equal distances. along: the name of the horizontal axis. limit: a
+    budget, drawn as a line where it is near.
+    """
+    points = points or [("", 0)]
+    peak = max(n for _, n in points)
+    near = limit if limit is not None and limit <= 3 * max(peak, 1) else None
+    scale = max(peak, near or 0, 1) * 1.05
+    right, floor = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+
+    def x(i: int) -> float:
+        return _LEFT + (right - _LEFT) * i / max(len(points) - 1, 1)
+
+    def y(n: float) -> float:
+        return _TOP + (floor - _TOP) * (1 - n / scale)
+
+    step = max(1, len(points) // _MOST_POINTS)  # each group of points shows its highest
+    shown = [
+        max(range(i, min(i + step, len(points))), key=lambda j: points[j][1])
+        for i in range(0, len(points), step)
+    ]
+    path = " ".join(f"{x(i):.1f},{y(points[i][1]):.1f}" for i in shown)
+    out = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="memory over the step">']
+    out.append(f'<text x="{_LEFT}" y="14">bytes that torch holds</text>')
+    tick = round_step(scale)
+    for n in range(0, int(scale) + 1, tick):
+        out.append(_line(y(n), 'stroke="var(--line)"'))
+        out.append(
+            f'<text x="{_LEFT - 8}" y="{y(n) + 4:.1f}" text-anchor="end">{readable(n)}</text>'
+        )
+    ends = f"{x(shown[0]):.1f},{y(0):.1f} {path} {x(shown[-1]):.1f},{y(0):.1f}"
+    out.append(f'<polygon points="{ends}" fill="var(--mark)" fill-opacity=".15"/>')
+    out.append(f'<polyline points="{path}" fill="none" stroke="var(--mark)" stroke-width="1.5"/>')
+    if near is not None:
+        out.append(_line(y(near), 'stroke="var(--limit)" stroke-dasharray="6 4"'))
+        out.append(
+            f'<text x="{right - 4}" y="{y(near) - 5:.1f}" text-anchor="end">budget '
+            f"{readable(near)}</text>"
+        )
+    told = shown[:: max(1, len(shown) // _MOST_TITLES)]
+    band = (right - _LEFT) / len(told)
+    for i in told:
+        label, n = points[i]
+        out.append(
+            f'<g class="at"><rect x="{x(i) - band / 2:.1f}" y="{_TOP}" width="{band:.1f}" '
+            f'height="{floor - _TOP}"/><circle cx="{x(i):.1f}" cy="{y(n):.1f}" r="4"/>'
+            f"<title>{html.escape(f'{label}: {readable(n)}')}</title></g>"
+        )
+    out.append(f'<text x="{_LEFT}" y="{_HEIGHT - 22}">{html.escape(points[0][0])}</text>')
+    out.append(
+        f'<text x="{right}" y="{_HEIGHT - 22}" text-anchor="end">'
+        f"{html.escape(points[-1][0])}</text>"
+    )
+    middle = (_LEFT + right) / 2
+    out.append(
+        f'<text x="{middle:.0f}" y="{_HEIGHT - 6}" text-anchor="middle">{html.escape(along)}</text>'
+    )
+    return '<div class="wide">' + "\n".join([*out, "</svg>"]) + "</div>"
+
+
+def _line(y: float, look: str) -> str:
+    return f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" {look}/>'
+
+
+# ---- text
+
+
+def columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table as lines of text."""
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    return [
+        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in (names, *rows)
+    ]
