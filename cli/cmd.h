@@ -29,6 +29,9 @@ enum { EXIT_OK = 0, EXIT_NO_FIT = 1, EXIT_BAD = 2 };
     X("report", cmd_report, "Write a memory snapshot as one web page",                             \
       "koila report SNAPSHOT -o report.html [--top 30] [--device N] [--torch V] [--memory SIZE] "  \
       "[--outside SIZE]")                                                                          \
+    X("run", cmd_run, "Run a training script within a budget, without changing it",                \
+      "koila run [--budget SIZE] [--micro-batch N|fastest] [--lazy] [--log] [--page FILE.html] "   \
+      "SCRIPT.py|-m MODULE [ARGS]")                                                                \
     X("help", cmd_help, "This text, or a command's", "koila help [COMMAND]")
 
 typedef struct command {
@@ -56,6 +59,13 @@ int usage_of(const char *verb, const char *fmt, ...)
     __attribute__((format(printf, 2, 3)))
 #endif
     ;
+
+/* What `koila help VERB` says of the command's options; empty if there are none. */
+const char *command_details(const char *verb);
+/* These complain of a command or an option that there is not, say which was meant if one is near,
+ * and return EXIT_BAD. The options are those that the help names. */
+int no_command(const char *verb);
+int no_option(const char *verb, const char *name);
 
 /* ---- options: option(&a, "--memory") is its value, from "--memory X" or "--memory=X" */
 typedef struct args {

@@ -66,7 +66,33 @@ static const struct {
               "  --torch V         rules of this torch version; without it the newest known\n"
               "  --json            one JSON object\n\n"
               "  koila plan step.kgraph --gpu a100-40gb --optimizer adamw --slice auto\n" },
+    { "run",
+      "Runs a training script as it is, or with -m a module, under koila's settings. What follows "
+      "the script is the script's own.\n\n"
+      "  --budget SIZE     what torch may hold, as KOILA_BUDGET: 20GiB, or 80% of what is free\n"
+      "  --micro-batch N   rows of a slice, or fastest, as KOILA_MICRO_BATCH\n"
+      "  --lazy            batches of every torch.utils.data.DataLoader are lazy, along their "
+      "first dimension; where the script says lazy() itself this is not needed\n"
+      "  --log             what koila logs goes to standard error\n"
+      "  --page FILE.html  the last plan as a page, also when the script fails\n\n"
+      "  koila run --budget 20GiB --lazy --page step.html train.py\n" },
 };
+
+const char *command_details(const char *verb)
+{
+    for (size_t i = 0; i < sizeof details / sizeof *details; i++)
+        if (!strcmp(details[i].verb, verb))
+            return details[i].text;
+    return "";
+}
+
+/* What the exit code 1 of a command may say, too. */
+static const char *one_means_also(const char *verb)
+{
+    if (!strcmp(verb, "simulate"))
+        return " (with --check: not exact)";
+    return strcmp(verb, "run") ? "" : " or the script fails (its own exit code is kept)";
+}
 
 int cmd_help(int argc, char **argv)
 {
@@ -75,15 +101,13 @@ int cmd_help(int argc, char **argv)
             if (strcmp(c->verb, argv[0]))
                 continue;
             printf("%s\n\nusage: %s\n", c->line, c->usage);
-            for (size_t i = 0; i < sizeof details / sizeof *details; i++)
-                if (!strcmp(details[i].verb, c->verb))
-                    printf("\n%s\nSIZE is bytes, or has a unit: 24GiB is 24 x 2^30, 24GB is 24 x "
-                           "10^9.\nexit 0 ok, 1 does not fit%s, 2 bad input or usage\n",
-                           details[i].text,
-                           strcmp(c->verb, "simulate") ? "" : " (with --check: not exact)");
+            if (*command_details(c->verb))
+                printf("\n%s\nSIZE is bytes, or has a unit: 24GiB is 24 x 2^30, 24GB is 24 x "
+                       "10^9.\nexit 0 ok, 1 does not fit%s, 2 bad input or usage\n",
+                       command_details(c->verb), one_means_also(c->verb));
             return EXIT_OK;
         }
-        return complain(NULL, "Try koila --help.", "no command '%s'", argv[0]);
+        return no_command(argv[0]);
     }
     printf("koila %s: know what a PyTorch training step needs before you run it\n\nusage: koila "
            "COMMAND ...\n\n",

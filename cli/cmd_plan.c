@@ -358,7 +358,7 @@ static int plan_option(plan_options *o, args *a, const char *name)
     for (size_t i = 0; i < sizeof values / sizeof *values; i++)
         if (!strcmp(name, values[i].name))
             return values[i].set(o, a);
-    return usage_of("plan", "no option %s", name);
+    return no_option("plan", name);
 }
 
 int cmd_plan(int argc, char **argv)

@@ -841,7 +841,7 @@ static int report_option(report_options *o, args *a, const char *name)
     } else if (!strcmp(name, "--outside")) {
         code = args_size(a, name, 0, "500MiB or 500MB", &o->outside);
     } else {
-        code = usage_of("report", "no option %s", name);
+        code = no_option("report", name);
     }
     return code;
 }

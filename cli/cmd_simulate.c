@@ -438,7 +438,7 @@ static int simulate_option(simulate_options *o, args *a, const char *name)
     } else if (!strcmp(name, "--outside")) {
         code = args_size(a, name, 0, "500MiB or 500MB", &o->outside);
     } else {
-        code = usage_of("simulate", "no option %s", name);
+        code = no_option("simulate", name);
     }
     return code;
 }

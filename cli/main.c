@@ -26,7 +26,7 @@ int main(int argc, char **argv)
         if (!strcmp(c->verb, verb))
             code = c->run(argc > 1 ? argc - 2 : 0, argv + (argc > 1 ? 2 : 1));
     if (code < 0)
-        return complain(NULL, "Try koila --help.", "no command '%s'", verb);
+        return no_command(verb);
     errno = 0;
     if (!stdout_ok()) {
         if (errno && errno != EPIPE)

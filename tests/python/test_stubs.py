@@ -121,6 +121,7 @@ def test_mypy_strict_finds_nothing_in_the_package_and_in_a_users_program_what_it
             "--config-file",
             str(ROOT / "pyproject.toml"),
             str(ROOT / "python/koila"),
+            str(ROOT / "python/koila_command.py"),
             str(ROOT / "python/koila_pytest.py"),
             str(ROOT / "tests/python/typing_api.py"),
         ]

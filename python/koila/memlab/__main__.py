@@ -18,45 +18,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import io
 import json
 import os
 import sys
 import threading
-import traceback
 import types
 from collections.abc import Sequence
 from typing import Any
 
 from .. import _core
+from .._script import execute, load
 from . import control, devices, snapshots, timelines, utils
 from .line_profiler import DEFAULT_COLUMNS, LineProfiler
 
 
 def _load(args: argparse.Namespace) -> tuple[types.CodeType, dict[str, Any]]:
-    """(code, namespace) of the script or module; sys.argv is set for it."""
-    from importlib.util import find_spec
-
-    namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
-    if args.m:
-        spec = find_spec(args.m)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = find_spec(f"{args.m}.__main__")
-        if spec is None or spec.loader is None:
-            raise ValueError(f"no module named {args.m}")
-        loader: Any = spec.loader
-        code = loader.get_code(spec.name)
-        namespace.update(__file__=spec.origin, __spec__=spec, __package__=spec.parent)
-        sys.argv = [str(spec.origin), *([args.script] if args.script else []), *args.args]
-    else:
-        if not args.script:
-            raise ValueError("expected a script, or -m module")
-        with io.open_code(args.script) as f:
-            code = compile(f.read(), args.script, "exec", dont_inherit=True)
-        namespace["__file__"] = args.script
-        sys.path.insert(0, os.path.dirname(os.path.abspath(args.script)))
-        sys.argv = [args.script, *args.args]
-    return code, namespace
+    own = [args.script, *args.args] if args.m and args.script else args.args
+    return load(args.script, args.m, own)
 
 
 def codes_inside(code: types.CodeType, prefix: str = "") -> list[tuple[str, types.CodeType]]:
@@ -74,27 +52,6 @@ def codes_inside(code: types.CodeType, prefix: str = "") -> list[tuple[str, type
                 found.append((name, const))
             found += codes_inside(const, f"{name}." if is_class else f"{name}.<locals>.")
     return found
-
-
-def _execute(code: types.CodeType, namespace: dict[str, Any]) -> int:
-    """Run as __main__; the exit code."""
-    module = types.ModuleType("__main__")
-    module.__dict__.update(namespace)
-    sys.modules["__main__"] = module
-    try:
-        exec(code, module.__dict__)
-    except SystemExit as leaving:
-        if leaving.code is None or isinstance(leaving.code, int):
-            return leaving.code or 0
-        sys.stderr.write(f"{leaving.code}\n")
-        return 1
-    except BaseException as error:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next
-        traceback.print_exception(type(error), error, trace)
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
-    return 0
 
 
 def _imported(module: str, path: str) -> Any:
@@ -150,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     devices.listen()
     record = timelines.timeline(device=device) if args.timeline else None
     with record or contextlib.nullcontext(), profiler:
-        status = _execute(code, namespace)
+        status = execute(code, namespace)
     try:
         if record is not None:
             record.save(args.timeline)
@@ -184,7 +141,7 @@ def top(args: argparse.Namespace) -> int:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
-        return _execute(code, namespace)
+        return execute(code, namespace)
     finally:
         done.set()
         watcher.join(1)
