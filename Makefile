@@ -5,6 +5,7 @@
 # make test-gpu   the GPU path on a simulated device (tests/fakecuda), in an environment of its own with PyTorch's CUDA build: 526 MB, no GPU
 # make gpu-report all of it on a real GPU, with the torch you have: prints where hardware and simulation differ, writes one file to send back
 # make bench  the engine against hand-written micro-batching and plain PyTorch
+# make docs   the site of docs/, built into build-docs/html
 # make clean  remove what these made
 
 PYTHON ?= python3
@@ -42,7 +43,7 @@ FAKECUDA     = $(wildcard $(addprefix tests/fakecuda/,build.sh *.py src/* number
 
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test text format unit python test-gpu gpu-suites test-gpu-known gpu-report bench clean
+.PHONY: demo test text format unit python test-gpu gpu-suites test-gpu-known gpu-report bench docs clean
 
 demo: $(VENV)/installed
 	$(PY) examples/digits.py --report report.html
@@ -92,6 +93,10 @@ gpu-report: $(GPU_VENV)/installed
 bench: $(VENV)/installed
 	$(PY) bench/bench_engine.py
 
+docs: $(VENV)/docs
+	$(PY) -m sphinx -W --keep-going -q -b html docs build-docs/html
+	@echo "the site: build-docs/html/index.html"
+
 # torch first, by exact version: a range could bring another build of it, with gigabytes for hardware that is not here.
 $(VENV)/torch:
 	$(PYTHON) -m venv $(VENV)
@@ -105,6 +110,10 @@ $(VENV)/requirements: requirements-test.txt | $(VENV)/torch
 
 $(VENV)/installed: $(SOURCES) $(VENV)/requirements
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
+	@touch $@
+
+$(VENV)/docs: requirements-docs.txt $(VENV)/installed
+	$(PY) -m pip install --quiet -r requirements-docs.txt
 	@touch $@
 
 $(CUDA_VENV)/torch:
@@ -135,4 +144,4 @@ $(GPU_VENV)/installed: $(SOURCES) $(GPU_VENV)/requirements
 	@touch $@
 
 clean:
-	rm -rf build $(VENV) $(CUDA_VENV) $(GPU_VENV) report.html $(GPU_REPORT)
+	rm -rf build build-docs $(VENV) $(CUDA_VENV) $(GPU_VENV) report.html $(GPU_REPORT)

@@ -25,6 +25,31 @@ the batch (`S0`: the batch is dimension 0), `R` whole, `P` a partial sum (each s
 it). `S,R->S` reads: when the first argument is sliced and the second whole, the result is sliced.
 Combinations that are not named make the arguments whole first, at the price of a barrier between
 two loops.
+
+An operator of your own gets its rule by `koila.register_rule`:
+
+```python
+import torch
+
+import koila
+
+
+@torch.library.custom_op("mylib::scale", mutates_args=())
+def scale(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    return x * by
+
+
+scale.register_fake(lambda x, by: torch.empty_like(x))
+koila.register_rule("mylib::scale", "S0,R->S0")
+
+with koila.micro_batch(2), koila.strict():
+    x = koila.lazy(torch.ones(6, 4))
+    print(scale(x, torch.full((4,), 2.0)).sum().item())
+```
+
+```text
+48.0
+```
 """
 
 

@@ -1,0 +1,154 @@
+"""What is written for users is true: the examples of every page run and print what the page says,
+links lead somewhere, the README stays short, and every public name has an example that runs."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pages
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))
+README_WORDS, LIMITS_WORDS, LIMITS = 700, 120, 8
+
+
+def read(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def parts_of_readme(text):
+    """What stands before the limits, and the limits."""
+    before, _, after = text.partition("\n## Limits\n")
+    return before, after.partition("\n## ")[0]
+
+
+def what_is_long(text):
+    before, limits = parts_of_readme(text)
+    bullets = [line for line in limits.splitlines() if line.strip()]
+    wrong = []
+    if pages.n_words(before) > README_WORDS:
+        wrong.append(f"{pages.n_words(before)} words before Limits")
+    if pages.n_words(limits) > LIMITS_WORDS:
+        wrong.append(f"{pages.n_words(limits)} words of limits")
+    if len(bullets) != LIMITS or not all(re.match(r"- .*\]\(docs/limits.md", b) for b in bullets):
+        wrong.append("the limits are not eight bullets with a link to their page")
+    return wrong
+
+
+def test_the_readme_is_read_in_three_minutes_and_its_limits_in_one():
+    text = read("README.md")
+    assert what_is_long(text) == []
+    assert what_is_long(text.replace("## Limits", "word " * 700 + "\n## Limits", 1)) != []
+    assert what_is_long(text.replace("## Limits\n\n", "## Limits\n\n- One more.\n", 1)) != []
+    assert what_is_long(text.replace("](docs/limits.md#storage)", "]", 1)) != []
+    assert what_is_long(text.replace("do not shrink]", "do not" + " word" * 120 + "]", 1)) != []
+
+
+def test_the_first_sample_shadows_no_builtin():
+    first = next(b for b in pages.blocks(read("README.md")) if b.kind == "python")
+    assigned = set(re.findall(r"\b(\w+)(?:, \w+)* =|for (\w+)", first.code))
+    import builtins
+
+    assert not {name for pair in assigned for name in pair} & set(dir(builtins))
+    assert "lazy(" in first.code and first.code.count("\n") <= 8
+
+
+@pytest.fixture(scope="module")
+def runner():
+    """Runs a page in a process of its own; "" or what went wrong."""
+    command = [sys.executable, str(ROOT / "tests/python/pages.py"), "--serve"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as server:
+
+        def run(page, folder):
+            print(json.dumps([str(page), str(folder)]), file=server.stdin, flush=True)
+            return json.loads(server.stdout.readline())
+
+        yield run
+        server.stdin.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.long if pages.is_slow(read(n)) else ())
+        for n in ["README.md", *PAGES]
+    ],
+)
+def test_the_examples_of_a_page_run_and_print_what_it_says(name, runner, tmp_path):
+    for package in pages.needs(read(name)):
+        pytest.importorskip(package)
+    wrong = runner(ROOT / name, tmp_path)
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("name", ["README.md", *PAGES])
+def test_the_links_of_a_page_lead_somewhere(name):
+    assert pages.broken_links(ROOT / name) == []
+
+
+def test_no_page_is_without_a_picture_or_an_example():
+    assert [n for n in PAGES if not pages.has_picture_or_example(read(n))] == []
+    assert not pages.has_picture_or_example("# Words\n\nNothing but [words](x.md).\n")
+
+
+def commands_of(text):
+    """The lines of a page's shell blocks, without their comments."""
+    lines = "\n".join(b.code for b in pages.blocks(text) if b.kind == "sh").splitlines()
+    return [line.split("  #")[0].strip() for line in lines if line.strip()]
+
+
+def missing_of(command):
+    """What a shell command of a page names and the repository lacks: a script or a target."""
+    words = command.split()
+    if words[:1] == ["make"]:
+        targets = [w for w in words[1:] if "=" not in w]
+        known = re.findall(r"^([\w-]+):", read("Makefile"), re.MULTILINE)
+        return [t for t in targets if t not in known]
+    scripts = [w for w in words if re.fullmatch(r"(bench|examples|tools|tests)/\S+\.py", w)]
+    return [s for s in scripts if not (ROOT / s).exists()]
+
+
+def test_the_commands_of_the_pages_name_what_there_is():
+    commands = [(n, c) for n in ["README.md", *PAGES] for c in commands_of(read(n))]
+    assert [(n, c) for n, c in commands if missing_of(c)] == [] and len(commands) > 2
+    assert missing_of("make tset") == ["tset"]
+    assert missing_of("python examples/gone.py --table") == ["examples/gone.py"]
+
+
+@pytest.mark.parametrize(
+    "page, wrong",
+    [
+        ("```python\nx = 1\n```\n\n```python\nprint(x)\n```\n\n```text\n1\n```\n", ""),
+        ("<!-- run\nx = 2\n-->\n```python\nprint(x)\n```\n```text\n2\n```\n", ""),
+        ("```python\nprint('a 3 b')\n```\n```text\na ... b\n```\n", ""),
+        ("```python\nprint(1)\n```\n```text\n2\n```\n", "the page says\n2\n"),
+        ("```python\nprint(1)\n```\nwords\n```text\n2\n```\n", ""),
+        ("\n```python\nlost()\n```\n", 'page.py", line 3, in <module>\n    lost()'),
+        ("<!-- run\n1 / 0\n-->\n", "ZeroDivisionError"),
+        ("```python\nimport os\nos.abort()\n```\n", "ended with status"),
+    ],
+)
+def test_a_wrong_example_is_found(page, wrong, runner, tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text(page, encoding="utf-8")
+    answer = runner(path, tmp_path)
+    assert wrong in answer and bool(wrong) == bool(answer)
+
+
+def test_a_broken_link_is_found(tmp_path):
+    other = tmp_path / "other.md"
+    other.write_text("# Two words: `a_b`, c\n", encoding="utf-8")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "[a](other.md) [b](gone.md) [c](other.md#two-words-a_b-c) [d](other.md#gone) "
+        "[e](https://example.org) `[f](no_link.md)`\n<!-- [g](hidden.md) -->\n",
+        encoding="utf-8",
+    )
+    assert pages.broken_links(page) == ["gone.md", "other.md#gone"]
