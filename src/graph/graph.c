@@ -278,6 +278,23 @@ void koila_graph_take_lives(koila_graph *to, koila_graph *from)
     memset(&from->stored, 0, sizeof from->stored);
 }
 
+void koila_graph_take_lines(koila_graph *to, koila_graph *from)
+{
+    koila_assert(to != from && to->nodes.n == from->nodes.n && to->table == from->table);
+    for (uint32_t i = 0; i < to->nodes.n; i++) {
+        const uint32_t line = to->nodes.at[i].line;
+        to->nodes.at[i].line = from->nodes.at[i].line;
+        from->nodes.at[i].line = line;
+    }
+    koila_graph other = { 0 };
+    memcpy(&other.lines, &to->lines, sizeof other.lines);
+    memcpy(&to->lines, &from->lines, sizeof to->lines);
+    memcpy(&from->lines, &other.lines, sizeof from->lines);
+    const koila__idset set = to->line_set;
+    to->line_set = from->line_set;
+    from->line_set = set;
+}
+
 /* Finds the first dimension of a value whose size is that of an axis, the newest axis first. */
 static bool along_an_axis(const koila_graph *g, koila_meta meta, uint16_t *axis, uint32_t *dim)
 {

@@ -40,6 +40,19 @@ def test_the_numbers_of_a_step():
     assert any("test_plan_report.py:" in t.line for t in p.largest)
 
 
+def test_a_plan_names_the_lines_of_the_step_that_ran_not_of_an_equal_one_before():
+    def lines():
+        plan = koila.last_plan()
+        return {t.line.rpartition(":")[0] for t in plan.largest}
+
+    code = compile("m.weight.mul(x.unsqueeze(1)).sum().backward()", "elsewhere.py", "exec")
+    for name in ("here.py", "there.py"):
+        code = code.replace(co_filename=name)
+        with koila.micro_batch(4):
+            exec(code, {"m": nn.Linear(5, 3), "x": lazy(torch.randn(10, 5))})
+        assert {line.rpartition("/")[2] for line in lines()} == {name}
+
+
 def test_the_table_is_one_a_person_reads():
     step()
     text = str(koila.last_plan())

@@ -129,6 +129,24 @@ TEST(graph__two_begin_alike_where_nothing_differs_that_decides_a_plan)
     koila_table_free(t);
 }
 
+TEST(graph__takes_the_lines_of_an_equal_one_and_gives_its_own)
+{
+    koila_table *t = NULL;
+    CHECK(koila_table_new(NULL, &t) == KOILA_OK);
+    koila_graph *first = recorded(t, 0), *second = recorded(t, 2);
+    koila_graph_take_lines(first, second);
+    CHECK_EQ(koila_graph_line_number(first, koila_node_get(first, 0).line), 2);
+    CHECK_EQ(koila_graph_line_number(second, koila_node_get(second, 0).line), 1);
+    CHECK(koila_graph_check(first, NULL) && koila_graph_check(second, NULL));
+    uint32_t line; /* lines are interned as before */
+    CHECK(koila_graph_line(first, "x.py", 2, &line) == KOILA_OK);
+    CHECK_EQ(line, koila_node_get(first, 0).line);
+    koila_graph_free(second);
+    CHECK_EQ(koila_graph_line_number(first, koila_node_get(first, 0).line), 2);
+    koila_graph_free(first);
+    koila_table_free(t);
+}
+
 TEST(graph__check_sees_planted_faults)
 {
     random_graph r;

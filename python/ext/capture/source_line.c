@@ -7,20 +7,21 @@
 #include <frameobject.h> /* PyFrame_GetBack on 3.10 */
 
 int koila__lines_on = 1;
-/* dict code object → None (library) or file name; keeps the code objects alive. At MOST_CODES it is
- * begun anew, for some programs make code all the time. */
+/* dict address of a code object → (the object, None (library) or file name). By address, since code
+ * of two files, or of a cell that ran twice, may be equal. At MOST_CODES it is begun anew, for some
+ * programs make code all the time. */
 static PyObject *line_files;
 #define MOST_CODES 8192
 #define LINE_SLOTS 8192
 static struct line_slot {
-    PyCodeObject *code; /* borrowed from line_files' keys */
+    PyCodeObject *code; /* borrowed from line_files */
     uint64_t tape;      /* uid (addresses are reused) of the tape whose graph gave `id` */
     int lasti;
     uint32_t line, id;
 } line_slots[LINE_SLOTS];
 static struct code_slot {
-    PyCodeObject *code; /* borrowed from line_files' keys */
-    PyObject *file;     /* borrowed from line_files' values; NULL: library */
+    PyCodeObject *code; /* borrowed from line_files */
+    PyObject *file;     /* borrowed from line_files; NULL: library */
 } code_slots[LINE_SLOTS];
 
 /* When line_files is full. Objects that die may run Python: everything is empty by then. */
@@ -36,6 +37,19 @@ static void forget_codes(void)
     Py_SETREF(line_files, fresh);
 }
 
+/* Asks Python whose file that of `code` is, and remembers the answer. -1 + error */
+static int ask_for_file(PyCodeObject *code, PyObject *address)
+{
+    PyObject *f = koila__helper("user_file");
+    PyObject *answer = f ? PyObject_CallOneArg(f, code->co_filename) : NULL;
+    PyObject *known = answer ? PyTuple_Pack(2, (PyObject *)code, answer) : NULL;
+    const int rc = known ? PyDict_SetItem(line_files, address, known) : -1;
+    Py_XDECREF(f);
+    Py_XDECREF(answer);
+    Py_XDECREF(known);
+    return rc;
+}
+
 /* Borrowed until Python runs; NULL: library. */
 static PyObject *file_of(PyCodeObject *code, bool *failed)
 {
@@ -43,24 +57,17 @@ static PyObject *file_of(PyCodeObject *code, bool *failed)
     if (s->code == code)
         return s->file;
     forget_codes();
-    PyObject *file = PyDict_GetItemWithError(line_files, (PyObject *)code);
-    if (!file) {
-        PyObject *f = PyErr_Occurred() ? NULL : koila__helper("user_file");
-        PyObject *answer = f ? PyObject_CallOneArg(f, code->co_filename) : NULL;
-        Py_XDECREF(f);
-        if (!answer || PyDict_SetItem(line_files, (PyObject *)code, answer) < 0) {
-            Py_XDECREF(answer);
-            PyErr_Clear();
-            *failed = true;
-            return NULL;
-        }
-        Py_DECREF(answer);
-        file = PyDict_GetItem(line_files, (PyObject *)code);
-        if (!file) {
-            *failed = true;
-            return NULL;
-        }
+    PyObject *address = PyLong_FromVoidPtr(code);
+    PyObject *known = address ? PyDict_GetItemWithError(line_files, address) : NULL;
+    if (!known && address && !PyErr_Occurred() && ask_for_file(code, address) == 0)
+        known = PyDict_GetItemWithError(line_files, address);
+    Py_XDECREF(address);
+    if (!known) {
+        PyErr_Clear();
+        *failed = true;
+        return NULL;
     }
+    PyObject *file = PyTuple_GET_ITEM(known, 1);
     s->code = code;
     s->file = file == Py_None ? NULL : file;
     return s->file;

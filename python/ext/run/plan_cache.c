@@ -236,6 +236,8 @@ cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t 
         c->used = ++clock_of_uses;
         if (koila_graph_n_drops(part)) /* equal steps may hold their values for other times */
             koila_graph_take_lives(c->part, part);
+        if (koila_graph_table(c->part) == koila_graph_table(part)) /* who else recorded it before */
+            koila_graph_take_lines(c->part, part);
         koila_graph_free(part);
         return c;
     }
