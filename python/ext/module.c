@@ -33,7 +33,8 @@ static int exec(PyObject *m)
     if (koila__shield_init(m) < 0 || koila__random_add_module(m) < 0)
         return -1;
     if (koila__errors_add_module(m) < 0 || koila__context_add_module(m) < 0 ||
-        koila__settings_add_module(m) < 0 || koila__run_module_add(m) < 0)
+        koila__settings_add_module(m) < 0 || koila__run_module_add(m) < 0 ||
+        koila__aside_add_module(m) < 0)
         return -1;
     if (koila__cpu_bytes_add_module(m) < 0 || koila__resident_add_module(m) < 0)
         return -1;

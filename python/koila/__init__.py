@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         host_memory as host_memory,
         micro_batch as micro_batch,
         set_budget as set_budget,
+        step_aside as step_aside,
         strict as strict,
     )
     from ._errors import (
@@ -66,6 +67,7 @@ _HOME = {
     "register_rule": "_rules",
     "run": "_lazy",
     "set_budget": "_budget",
+    "step_aside": "_budget",
     "strict": "_budget",
 }
 __all__ = list(_HOME)

@@ -375,6 +375,29 @@ class host_memory(_Setting):
         return {"host_memory": self._use == "auto"}
 
 
+class step_aside(_Setting):
+    """May torch do steps alone that need no koila? It may by default: after 16 equal steps that
+    were planned whole, with room to spare, `lazy()` returns plain tensors. See `lazy()`.
+
+    Args:
+        on: `False`: koila records and runs every step. The environment variable
+            `KOILA_STEP_ASIDE=0` does so in the whole process, wherever no `step_aside()` is
+            entered.
+
+    Raises:
+        ValueError: neither `True` nor `False`.
+    """
+
+    def __init__(self, on: bool) -> None:
+        super().__init__()
+        if not isinstance(on, bool):
+            raise _refuse(on, "True or False", f"step_aside({on!r})")
+        self._on = on
+
+    def _settings(self) -> dict[str, Any]:
+        return {"step_aside": self._on}
+
+
 class strict(_Setting):
     """Make a gather larger than a slice raise `GatherError`, before anything has run. The error
     names operator, shape and line.
@@ -399,7 +422,13 @@ def _rows_of(text: str) -> int:
 
 
 def from_environment() -> None:
-    """KOILA_BUDGET and KOILA_MICRO_BATCH: as `set_budget()` and `micro_batch()`, in all threads."""
+    """KOILA_BUDGET, KOILA_MICRO_BATCH and KOILA_STEP_ASIDE: as `set_budget()`, `micro_batch()` and
+    `step_aside()`, in all threads."""
+    aside = os.environ.get("KOILA_STEP_ASIDE", "").strip()
+    if aside not in ("", "0", "1"):
+        raise _refuse(aside, "0 or 1", f"KOILA_STEP_ASIDE={aside}")
+    if aside:
+        _core.configure_step_aside(aside == "1")
     asked = os.environ.get("KOILA_BUDGET", "").strip()
     if asked:
         call = f"KOILA_BUDGET={asked}"

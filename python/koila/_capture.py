@@ -29,6 +29,7 @@ from ._foreach import foreach
 from ._index import special_index
 from ._layout import as_strided, metadata_write
 from . import _attention
+from ._aside import steps_aside
 from ._plain_part import plain_part
 from ._random import random_write
 from ._run import PSEUDO
@@ -58,6 +59,7 @@ __all__ = [
     "set_data",
     "settled_views",
     "shape",
+    "steps_aside",
     "uncount",
     "untyped_storage",
     "use_count",

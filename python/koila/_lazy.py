@@ -15,7 +15,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import _compiled, _core, _packed, _sharded
+from . import _aside, _compiled, _core, _packed, _sharded
 from ._errors import UnsupportedError
 from ._switch import OFF
 from ._torch import untyped_storage
@@ -202,6 +202,17 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
         One value for one, a tuple for several, of the same kinds. A lazy tensor is a `torch.Tensor`
         with the full batch's shape; the tensor that was given is never written.
 
+        Where nothing is to be cut koila steps aside: after 16 steps in a row with inputs of the
+        same shapes, whose plans were whole and needed at most half of the memory that is free (or
+        of the budget), plain copies are returned, and torch does the step alone. They answer
+        `torch()`, `run()` and `koila.run()` as lazy tensors do, and are no `LazyTensor`. koila is
+        back with the next call when anything is different: shapes, grad mode, settings, memory;
+        and it looks at one step in 1024. A step that runs out of memory meanwhile raises torch's
+        own error; from the next call on koila records again. `last_plan().n_aside` tells, and
+        `koila.step_aside(False)` or `KOILA_STEP_ASIDE=0` turns it off. It never happens with
+        inputs that require gradients, packed sequences, several calls of `lazy()` for one step,
+        `strict()`, `micro_batch()`, inference mode, and where processes train together.
+
     Raises:
         ValueError: no value, no tensor, a batch dimension out of range, sizes that disagree, a
             value that is lazy along another dimension already (one that is lazy along the same
@@ -218,18 +229,25 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
     Tensors without a batch dimension (parameters, their gradients, the optimizer's state) do not
     become smaller.
     """
+    aside = _core.step_aside(values, batch)
+    if aside is not None:
+        return aside
     call = f"lazy(<{len(values)} value{'' if len(values) == 1 else 's'}>, batch={batch!r})"
     if not values:
         raise ValueError(f"{call}: expected at least one value, got none")
     if OFF:
         return values[0] if len(values) == 1 else values
-    value: Any = values
-    if len(values) == 1:
-        value = values[0]
-        if _is_loader(value):
-            return LazyLoader(value, batch)
-        batch = _of_one(value, batch)
-    found, n_tensors, n_packed = _look(value, batch, call)
+    if len(values) > 1:
+        return _made_lazy(values, batch, values, call)
+    value = values[0]
+    if _is_loader(value):
+        return LazyLoader(value, batch)
+    return _made_lazy(value, _of_one(value, batch), values, call)
+
+
+def _made_lazy(value: Any, batch: Batch, values: tuple[Any, ...], call: str) -> Any:
+    """What `lazy(*values)` returns for `value`, all of them. Errors begin with `call`."""
+    found, n_tensors, n_packed, n_to_pack = _look(value, batch, call)
     if n_tensors == 0:
         raise _no_tensor(values, call)
     if not found:
@@ -242,6 +260,9 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
     again = {id(t) for t, d, _ in found if _core.is_lazy(t) and not _stays(t, d, call)}
     if all(_core.is_lazy(t) and id(t) not in again for t, _, _ in found):  # lazy already
         return value
+    alone = found if not (again or n_packed or n_to_pack) and _aside.may() else None
+    if alone and _core.takes_alone(alone):
+        return _copied(value, batch)
     first, d0, _ = found[0]
     if first.device.type == "cpu":
         _core.held_fits(call)
@@ -249,6 +270,27 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
     _compiled.install()
     _packed.forget()
     axis = _core.axis(first.shape[d0])
+    _core.watch_step(alone)
+    return _wrapped(value, batch, axis, again)
+
+
+def _copied(value: Any, batch: Batch) -> Any:
+    """`value` with plain copies of its batched tensors: torch does the step alone."""
+    made: dict[int, torch.Tensor] = {}
+
+    def copy_of(t: torch.Tensor, dim: Batch, where: str) -> torch.Tensor:
+        if _dimension(t, dim, where) is None:
+            return t
+        if id(t) not in made:  # one tensor given twice stays one
+            made[id(t)] = t.clone()
+        return made[id(t)]
+
+    return tree_map(copy_of, value, batch)
+
+
+def _wrapped(value: Any, batch: Batch, axis: int, again: set[int]) -> Any:
+    """`value` with lazy tensors in place of its batched ones, along `axis` of the open step. again:
+    ids of lazy tensors that are plain by now."""
     made: dict[tuple[int, int], Any] = {}
 
     def wrap(t: torch.Tensor, dim: Batch, where: str) -> Any:
@@ -287,11 +329,12 @@ def _no_tensor(values: tuple[Any, ...], call: str) -> ValueError:
 _Found = list[tuple[torch.Tensor, int, str]]  # (tensor, batch dimension, where in the values)
 
 
-def _look(value: Any, batch: Batch, call: str) -> tuple[_Found, int, int]:
+def _look(value: Any, batch: Batch, call: str) -> tuple[_Found, int, int, int]:
     """The batched tensors of `value` (for a packed sequence, a tensor with its rows), how many
-    tensors there are, and how many sequences that are lazy already. Errors begin with `call`."""
+    tensors there are, how many packed sequences are lazy already, and how many are not. Errors
+    begin with `call`."""
     found: _Found = []
-    n_tensors = n_packed = 0
+    n_tensors = n_packed = n_to_pack = 0
 
     def look(t: torch.Tensor, dim: Batch, where: str) -> torch.Tensor:
         nonlocal n_tensors
@@ -302,7 +345,7 @@ def _look(value: Any, batch: Batch, call: str) -> tuple[_Found, int, int]:
         return t
 
     def look_packed(packed: Any, dim: Batch, where: str) -> Any:
-        nonlocal n_tensors, n_packed
+        nonlocal n_tensors, n_packed, n_to_pack
         n_tensors += 1
         if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
             raise ValueError(
@@ -312,6 +355,7 @@ def _look(value: Any, batch: Batch, call: str) -> tuple[_Found, int, int]:
         if dim is not None and _core.is_lazy(packed.data):
             n_packed += 1
         elif dim is not None:
+            n_to_pack += 1
             _check_sliceable(packed.data)
             found.append((packed.batch_sizes.new_empty(int(packed.batch_sizes[0])), 0, where))
         return packed
@@ -322,7 +366,7 @@ def _look(value: Any, batch: Batch, call: str) -> tuple[_Found, int, int]:
         raise ValueError(f"{call}: {e}") from None
     except UnsupportedError as e:
         raise UnsupportedError(f"{call}: {e}") from None
-    return found, n_tensors, n_packed
+    return found, n_tensors, n_packed, n_to_pack
 
 
 def _check_sizes(found: _Found, call: str) -> None:

@@ -159,6 +159,8 @@ class Plan:
             forward and the backward pass, in each slice; their bytes.
         n_reads: of a backward: runs for values that were read before it in its step.
         seconds: that the run took, without the recording of the step; `None`: nothing ran.
+        n_aside: steps like this one that torch has done alone since, because koila stepped aside
+            (see `lazy()`); what they took was not measured.
         asked_by: "backward"; "item" (`.item()`, `float()`); "aten::nonzero" or another operator
             whose result depends on values; "read" (`print`, `if`, `.torch()`, `koila.run()`);
             "leaving" (a step was left without backward: what the program holds of it); "plan"
@@ -187,6 +189,7 @@ class Plan:
     plain_peak_bytes: int | None
     n_reads: int
     seconds: float | None
+    n_aside: int
     asked_by: str
     asked_at: str
     fit: dict[str, Any] | None
@@ -246,8 +249,14 @@ class Plan:
             text += f", {self.n_recomputed} results that were dropped"
         return text
 
+    def _batch(self) -> str:
+        if not self.n_aside:
+            return cut_in_words(self)
+        since = "1 step" if self.n_aside == 1 else f"{self.n_aside:,} steps"
+        return f"{cut_in_words(self)}; stepped aside, plain PyTorch since {since}"
+
     def _head(self) -> list[tuple[str, str]]:
-        table = [("batch", cut_in_words(self)), *self._peaks(), *self._work()]
+        table = [("batch", self._batch()), *self._peaks(), *self._work()]
         if self.fit is not None:
             margin = (
                 f", {readable(self.fit['margin_bytes'])} kept free"
@@ -424,7 +433,9 @@ def last_plan() -> Plan | None:
 
     A value that is read in the middle of a step, an evaluation and `koila.plan()` do not hide it;
     `plans()` has theirs. Where no backward has run since the settings were changed (`budget`,
-    `micro_batch`, `strict`), it is the plan of what ran last.
+    `micro_batch`, `strict`), it is the plan of what ran last. Of a step in which koila has stepped
+    aside (see `lazy()`) it is the plan of the recorded step that it is like, and `n_aside` is not
+    0.
     """
     raw = _core.last_plan()
     return None if raw is None else Plan(raw)
@@ -473,7 +484,8 @@ def _step_of(values: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def explain(*values: Any) -> Plan:
     """The plan of the step that would compute `values` (anything lazy) and, for a loss, its
-    backward. Runs nothing.
+    backward. Runs nothing. Of plain tensors of a step in which koila has stepped aside (see
+    `lazy()`): the plan of the recorded step that it is like.
 
     Returns:
         A `Plan`; print it: it names the largest tensors by line.
@@ -483,13 +495,18 @@ def explain(*values: Any) -> Plan:
     """
     refuse_when_off(f"explain(<{len(values)} value{'' if len(values) == 1 else 's'}>)")
     lazies: list[torch.Tensor] = []
+    n_plain = 0
 
     def look(t: torch.Tensor, _dim: Any, _where: str) -> torch.Tensor:
+        nonlocal n_plain
         if _core.is_lazy(t):
             lazies.append(t)
+        n_plain += not _core.is_lazy(t)
         return t
 
     tree_map(look, values)
+    if not lazies and n_plain and _core.is_aside():
+        return Plan(_core.last_plan() or {})
     if not lazies:
         kinds = ", ".join(type(v).__name__ for v in values) or "nothing"
         raise ValueError(

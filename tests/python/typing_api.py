@@ -45,8 +45,11 @@ def settings(device: torch.device) -> None:
         pass
     with koila.budget({device: 1 << 30}), koila.micro_batch(None), koila.host_memory("off"):
         pass
+    with koila.step_aside(False):
+        pass
     koila.micro_batch("slowest")  # type: ignore[arg-type]
     koila.micro_batch(1.5)  # type: ignore[arg-type]
+    koila.step_aside(0)  # type: ignore[arg-type]
     koila.axes("rows")  # type: ignore[arg-type]
     koila.host_memory("on")  # type: ignore[arg-type]
     koila.lasy(device)  # type: ignore[attr-defined]

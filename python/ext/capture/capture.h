@@ -70,6 +70,8 @@ int koila__wrapper_setup(PyObject *torch, PyObject *lazy_class);
 extern PyTypeObject *koila__lazy_class;
 extern Py_ssize_t koila__slot;
 PyObject *koila__wrapper_alone(koila_meta meta, int64_t offset); /* new; its slot is empty */
+/* New: a copy of plain tensor `real`, torch's own `real.clone()`. */
+PyObject *koila__copy_of(PyObject *real, koila_meta meta);
 /* An empty tensor made both ways, for comparison: (by arguments, by parts or None). */
 PyObject *koila__wrapper_pair(koila_meta meta, int64_t offset);
 /* Learns the place of the dispatch keys from such a pair, whose keys torch reports. */
@@ -228,6 +230,9 @@ extern bool koila__owners_show;
 koila__tape *koila__tape_current(void);
 /* The same, for a new lazy() call: may first finish and close the open tape. */
 koila__tape *koila__tape_for_lazy(void);
+/* A step begins that is not recorded: the open one ends, and what is held of it is made. 1: none is
+ * open any more; 0: the open one goes on; -1 with an exception. */
+int koila__step_make_way(void);
 /* a handle of `t` died, of which the caller holds a reference: was it the last? */
 void koila__step_left(koila__tape *t);
 /* In a forked process: the steps of the parent are the parent's. Here their effects do not happen,

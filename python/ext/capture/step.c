@@ -352,6 +352,21 @@ koila__tape *koila__tape_for_lazy(void)
     return rc < 0 ? NULL : koila__tape_current();
 }
 
+int koila__step_make_way(void)
+{
+    koila__tape *t = koila__tape_open();
+    if (!t)
+        return 1;
+    if (t->thread != PyThread_get_thread_ident() || t->planned || t->waiting || is_over(t))
+        return 0;
+    if (t->n_handles && backward_may_come(t))
+        return 0;
+    Py_INCREF(t);
+    const int rc = end_step(t);
+    Py_DECREF(t);
+    return rc < 0 ? -1 : koila__tape_open() == NULL;
+}
+
 /* ---- ending */
 
 /* koila__tape_let_go() walks all handles, at each death: only when few are left */

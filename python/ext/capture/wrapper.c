@@ -246,6 +246,68 @@ bool koila__learn_keys(PyObject *lazy, uint64_t lazy_keys, PyObject *made, uint6
     return false;
 }
 
+/* ---- copies */
+
+enum {
+    SMALL_COPY = 1 << 16
+}; /* bytes: torch copies more on all its threads, and without the GIL */
+
+static bool is_contiguous(const koila_meta_info *m)
+{
+    int64_t expect = 1;
+    for (int i = m->n_dims - 1; i >= 0; i--) {
+        if (m->size[i] != 1 && m->stride[i] != expect)
+            return false;
+        expect *= m->size[i];
+    }
+    return true;
+}
+
+/* Have both the same dispatch keys: are both plain memory, neither negated nor conjugated? */
+static bool same_keys(tensor_handle a, tensor_handle b)
+{
+    return keys_at && *(uint64_t *)(*(char **)a + keys_at) == *(uint64_t *)(*(char **)b + keys_at);
+}
+
+/* Torch's wrapping function cannot say that there is no memory for the object, see `spare`. */
+static PyObject *wrap_plain(tensor_handle h)
+{
+    PyTypeObject *type = koila__lazy_class->tp_base;
+    const size_t n_bytes = (size_t)type->tp_basicsize + 2 * sizeof(void *); /* the collector's */
+    void *room = PyObject_Malloc(n_bytes);
+    PyObject_Free(room);
+    return room ? koila__shim.wrap(h, type) : NULL;
+}
+
+/* NULL without an exception: it is not that simple. */
+static PyObject *small_copy(PyObject *real, const koila_meta_info *m)
+{
+    tensor_handle copy, of = koila__tensor_handle(real);
+    void *from, *to;
+    int32_t dtype;
+    if (!koila__by_parts || !koila__shim.empty || m->device || m->n_bytes > SMALL_COPY ||
+        !m->n_bytes || !is_contiguous(m) || koila__shim.get_dtype(of, &dtype) ||
+        koila__shim.get_data_ptr(of, &from) ||
+        koila__shim.empty(m->n_dims, m->size, m->stride, dtype, 0, 0, &copy))
+        return NULL;
+    PyObject *made = NULL;
+    if (same_keys(of, copy) && !koila__shim.get_data_ptr(copy, &to)) {
+        memcpy(to, from, m->n_bytes);
+        made = wrap_plain(copy);
+    }
+    koila__shim.drop(copy);
+    return made;
+}
+
+PyObject *koila__copy_of(PyObject *real, koila_meta meta)
+{
+    static PyObject *clone;
+    PyObject *made = small_copy(real, koila_meta_get(koila__table, meta));
+    if (made || PyErr_Occurred() || (!clone && !(clone = PyUnicode_InternFromString("clone"))))
+        return made;
+    return PyObject_CallMethodNoArgs(real, clone);
+}
+
 /* ---- start-up */
 
 int koila__wrapper_setup(PyObject *torch, PyObject *lazy_class)

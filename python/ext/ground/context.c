@@ -147,6 +147,8 @@ static void context_dealloc(koila__context *c)
     Py_XDECREF(c->waiting_file);
     if (c->past)
         c->past_free(c->past);
+    if (c->aside)
+        c->aside_free(c->aside);
     PyObject_Free(c);
 }
 

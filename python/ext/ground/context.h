@@ -26,6 +26,9 @@ typedef struct koila__context {
     /* owned: its last runs, of run/past.c, which also sets how they are freed; NULL: none yet */
     struct koila__past *past;
     void (*past_free)(struct koila__past *past);
+    /* the same, of run/aside.c: the steps that torch may do alone */
+    struct koila__aside *aside;
+    void (*aside_free)(struct koila__aside *aside);
 } koila__context;
 
 /* Borrowed: that of the running code. NULL without an exception: it never used koila. */

@@ -433,6 +433,10 @@ void koila__cpu_bytes_lift_limit(bool more)
 }
 void koila__cpu_bytes_fail_nth(int64_t n) { koila__ledger_fail_nth(&ledger, n); }
 int64_t koila__cpu_bytes_n_allocs(void) { return (int64_t)koila__ledger_granted(&ledger); }
+uint64_t koila__cpu_bytes_n_refused(void)
+{
+    return atomic_load_explicit(&ledger.n_refused, memory_order_relaxed);
+}
 int64_t koila__cpu_bytes_n_frees(void) { return (int64_t)koila__ledger_released(&ledger); }
 
 bool koila__cpu_bytes_find(const void *p, uint64_t *n_bytes, uint32_t *tag)

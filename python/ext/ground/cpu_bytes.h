@@ -59,8 +59,9 @@ void koila__cpu_bytes_set_own_limit(bool on, uint64_t bytes);
 void koila__cpu_bytes_lift_limit(bool more);
 /* For tests: refuse the nth allocation from now, 1 being the next; 0: none. */
 void koila__cpu_bytes_fail_nth(int64_t n);
-int64_t koila__cpu_bytes_n_allocs(void); /* allocations granted */
-int64_t koila__cpu_bytes_n_frees(void);  /* of blocks that were counted */
+int64_t koila__cpu_bytes_n_allocs(void);   /* allocations granted */
+int64_t koila__cpu_bytes_n_frees(void);    /* of blocks that were counted */
+uint64_t koila__cpu_bytes_n_refused(void); /* allocations that were not granted */
 
 /* Bytes and tag (NULL: not wanted) of the block at p; false if it is not a counted block. */
 bool koila__cpu_bytes_find(const void *p, uint64_t *n_bytes, uint32_t *tag);

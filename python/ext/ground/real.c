@@ -486,6 +486,9 @@ static bool find_functions(void *lib)
     FIND(shim.set_grad_mode, "aoti_torch_grad_mode_set_enabled");
     FIND(koila__shim.reinterpret, "aoti_torch__reinterpret_tensor");
     FIND(koila__shim.drop, "aoti_torch_delete_tensor_object");
+    FIND(koila__shim.empty, "aoti_torch_empty_strided");
+    koila__shim.get_dtype = shim.get_dtype;
+    koila__shim.get_data_ptr = shim.get_data_ptr;
     /* the first of two C++ names; without it Python is asked */
     FIND(shim.inference_mode, "_ZN3c1013InferenceMode10is_enabledEv");
     /* without them a change between recording and run is not seen */

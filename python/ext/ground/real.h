@@ -68,6 +68,10 @@ typedef struct koila__shim_tensors {
     int32_t (*reinterpret)(tensor_handle, int64_t, const int64_t *, const int64_t *, int64_t,
                            tensor_handle *);
     int32_t (*drop)(tensor_handle);
+    int32_t (*empty)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t,
+                     tensor_handle *);
+    int32_t (*get_dtype)(tensor_handle, int32_t *);
+    int32_t (*get_data_ptr)(tensor_handle, void **);
     PyObject *(*wrap)(tensor_handle, PyTypeObject *);
 } koila__shim_tensors;
 extern koila__shim_tensors koila__shim;

@@ -1,10 +1,11 @@
 /* settings.c — see settings.h.
  *
  *   configure(*, micro_batch, budget, cpu_budget, resident, strict, fastest, dry, own_budget,
- *             own_micro_batch, axes, host_memory) ->
+ *             own_micro_batch, axes, host_memory, step_aside) ->
  *       the settings before, as a dict for configure(**dict); only the given settings change
  *   configure_process(*, budget, cpu_budget, resident): where no budget is entered
  *   configure_process_rows(micro_batch, fastest): where no micro_batch is entered
+ *   configure_step_aside(bool): where no step_aside() is entered
  *
  * A context variable holds an object that never changes, so that a copied context keeps what was
  * set when it was copied.
@@ -53,6 +54,8 @@ koila__settings koila__settings_now(void)
         s.rows = process.rows;
         s.fastest = process.fastest;
     }
+    if (s.aside == KOILA__ASIDE_NOT_SAID)
+        s.aside = process.aside;
     return s;
 }
 
@@ -91,16 +94,22 @@ static const char *const axes_names[] = { "any", "batch", "other", "both" };
 
 static PyObject *truth(bool on) { return Py_NewRef(on ? Py_True : Py_False); }
 
+static PyObject *truth_or_none(int aside)
+{
+    return aside == KOILA__ASIDE_NOT_SAID ? Py_NewRef(Py_None) : truth(aside == KOILA__ASIDE_ON);
+}
+
 static PyObject *settings_dict(void)
 {
     const koila__settings s = koila__settings_now();
     return Py_BuildValue(
-        "{s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N}", "micro_batch",
+        "{s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N}", "micro_batch",
         number_or_none(s.rows, (uint64_t)s.rows), "budget", number_or_none(s.has_budget, s.budget),
         "cpu_budget", number_or_none(s.cpu_budget != UINT64_MAX, s.cpu_budget), "resident",
         truth(s.resident), "strict", truth(s.strict), "fastest", truth(s.fastest), "dry",
         truth(s.dry), "own_budget", truth(s.own_budget), "own_micro_batch", truth(s.own_rows),
-        "axes", PyUnicode_FromString(axes_names[s.axes]), "host_memory", truth(!s.no_host));
+        "axes", PyUnicode_FromString(axes_names[s.axes]), "host_memory", truth(!s.no_host),
+        "step_aside", truth_or_none(own().aside));
 }
 
 /* Reads `o`, a number or None for no limit. NULL: not given, so `otherwise`. */
@@ -115,6 +124,15 @@ static void set_switch(bool *out, PyObject *o)
 {
     if (o)
         *out = PyObject_IsTrue(o) == 1;
+}
+
+/* None: as the process says. */
+static void set_aside(koila__settings *s, PyObject *o)
+{
+    if (o == Py_None)
+        s->aside = KOILA__ASIDE_NOT_SAID;
+    else if (o)
+        s->aside = PyObject_IsTrue(o) == 1 ? KOILA__ASIDE_ON : KOILA__ASIDE_OFF;
 }
 
 static void set_axes(koila__settings *s, PyObject *axes)
@@ -155,16 +173,17 @@ static int store(koila__settings s)
 
 static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
 {
-    static char *names[] = { "micro_batch",     "budget", "cpu_budget", "resident", "strict",
-                             "fastest",         "dry",    "own_budget", "axes",     "host_memory",
-                             "own_micro_batch", NULL };
+    static char *names[] = {
+        "micro_batch", "budget", "cpu_budget",  "resident",        "strict",     "fastest", "dry",
+        "own_budget",  "axes",   "host_memory", "own_micro_batch", "step_aside", NULL
+    };
     PyObject *rows = NULL, *budget = NULL, *cpu_budget = NULL, *resident = NULL;
     PyObject *strict = NULL, *fastest = NULL, *dry = NULL, *own_budget = NULL, *axes = NULL;
-    PyObject *host = NULL, *own_rows = NULL;
+    PyObject *host = NULL, *own_rows = NULL, *aside = NULL;
     (void)self;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOOOOOOOO:configure", names, &rows, &budget,
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOOOOOOOOO:configure", names, &rows, &budget,
                                      &cpu_budget, &resident, &strict, &fastest, &dry, &own_budget,
-                                     &axes, &host, &own_rows))
+                                     &axes, &host, &own_rows, &aside))
         return NULL;
     koila__settings s = own();
     if (rows)
@@ -189,6 +208,7 @@ static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
     set_switch(&s.fastest, fastest);
     set_switch(&s.own_budget, own_budget);
     set_switch(&s.own_rows, own_rows);
+    set_aside(&s, aside);
     if (budget)
         koila__cpu_bytes_install();
     if (store(s) < 0)
@@ -237,6 +257,14 @@ static PyObject *py_configure_process_rows(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *py_configure_step_aside(PyObject *self, PyObject *on)
+{
+    (void)self;
+    set_aside(&process, on);
+    n_process_settings++;
+    Py_RETURN_NONE;
+}
+
 static PyObject *py_is_planning(PyObject *self, PyObject *ignored)
 {
     (void)self;
@@ -253,6 +281,9 @@ static PyMethodDef methods[] = {
     { "configure_process_rows", py_configure_process_rows, METH_VARARGS,
       "configure_process_rows(micro_batch, fastest): where no micro_batch() is entered. 0: as few "
       "slices as fit" },
+    { "configure_step_aside", py_configure_step_aside, METH_O,
+      "configure_step_aside(bool): may torch do steps alone, wherever no step_aside() is "
+      "entered?" },
     { NULL, NULL, 0, NULL },
 };
 

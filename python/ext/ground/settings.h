@@ -1,10 +1,10 @@
-/* settings.h — what the user has set: koila.budget(), micro_batch(), strict(), and whether
- * koila.plan() records.
+/* settings.h — what the user has set: koila.budget(), micro_batch(), strict(), step_aside(), and
+ * whether koila.plan() records.
  *
  * They belong to the running thread or asyncio task, by the rules of contextvars: a new task starts
  * with those of the task that made it, a new thread with none, and nothing that is set in one is
- * seen in another. koila.set_budget(), KOILA_BUDGET and KOILA_MICRO_BATCH are the process's: they
- * hold wherever no budget(), and no micro_batch(), is entered. */
+ * seen in another. koila.set_budget(), KOILA_BUDGET, KOILA_MICRO_BATCH and KOILA_STEP_ASIDE are the
+ * process's: they hold wherever no budget(), no micro_batch() and no step_aside() is entered. */
 #ifndef KOILA_EXT_SETTINGS_H
 #define KOILA_EXT_SETTINGS_H
 
@@ -32,6 +32,8 @@ typedef struct koila__settings {
     bool dry;        /* koila.plan(): steps are planned, and nothing runs */
     bool own_budget; /* a budget() is entered here, so the process's does not count */
     bool own_rows;   /* the same of micro_batch() */
+    /* may torch do steps alone that need no koila? NOT_SAID: as the process says */
+    enum { KOILA__ASIDE_NOT_SAID, KOILA__ASIDE_ON, KOILA__ASIDE_OFF } aside;
 } koila__settings;
 
 /* Those of the running code. */

@@ -6,7 +6,8 @@
  *
  * A value that is read in the middle of a step and an evaluation do not hide the last backward,
  * unless settings (budget, slices, strict) were changed since it ran: then the last step is the
- * newest run of any kind. What koila.plan() planned counts only before all runs.
+ * newest run of any kind. What koila.plan() planned counts only before all runs. A step that torch
+ * has done alone since is told by the run of the recorded step that it was like (aside.c).
  *
  * A step that reads values is several runs. Its tape counts them, and its backward tells them all:
  * each recorded operator once, however many runs have run it.
@@ -120,8 +121,12 @@ const koila__step *koila__last_step(void)
     if (!p || !p->ran.step.c)
         return koila__past_step(0);
     const bool counts = p->backward.step.c && p->backward.settings == p->ran.settings;
-    return step_or_null(counts ? &p->backward : &p->ran);
+    const koila__step *recorded = step_or_null(counts ? &p->backward : &p->ran);
+    const koila__step *aside = koila__aside_step(recorded->number);
+    return aside ? aside : recorded;
 }
+
+uint64_t koila__n_told(void) { return n_steps; }
 
 const koila__step *koila__past_numbered(uint64_t number)
 {

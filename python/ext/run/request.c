@@ -359,6 +359,9 @@ static void report(request *q)
             PyErr_Clear();
     }
     koila__last_step_is(&q->step);
+    const koila__step *told = koila__past_step(0);
+    if (told)
+        koila__aside_ran(told, q->room.gpu, q->ranks == Py_None);
 }
 
 static next planned(request *q)
@@ -733,6 +736,8 @@ int koila__request(koila__tape *t, const koila__wanted *w)
     const int status = run_alone(t, w);
     if (status == 0)
         koila__tell();
+    else
+        koila__aside_failed();
     koila__context_give_back(before);
     Py_DECREF(t);
     return status;

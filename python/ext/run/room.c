@@ -71,18 +71,25 @@ bool koila__room_without_extra(koila__room *room)
     return true;
 }
 
+static const koila__room NO_ROOM_KNOWN = {
+    .bytes = UINT64_MAX, .limit = UINT64_MAX, .gpu = -1, .resident = { .limit = UINT64_MAX }
+};
+
 int koila__room_for(const koila_graph *part, bool anew, koila__room *out)
 {
-    *out = (koila__room){
-        .bytes = UINT64_MAX, .limit = UINT64_MAX, .gpu = -1, .resident = { .limit = UINT64_MAX }
-    };
+    *out = NO_ROOM_KNOWN;
     const koila__settings set = koila__settings_now();
     if (set.dry) {
         if (set.has_budget)
             out->bytes = out->limit = dry_budget(&set);
         return 0;
     }
-    const int gpu = koila__gpu_of(part);
+    return koila__room_on(koila__gpu_of(part), anew, out);
+}
+
+int koila__room_on(int gpu, bool anew, koila__room *out)
+{
+    *out = NO_ROOM_KNOWN;
     const int seen = gpu >= 0 ? koila__gpu_look(gpu, out) : 0;
     if (seen == 0)
         look_at_cpu(out, anew);

@@ -12,6 +12,7 @@
  *   past.c          the last runs of a context      reads.c         what a read leaves
  *   tell.c          who is told of runs             slices_done.c   told while a long run runs
  *   call.c          one recorded call              modes.c         other people's modes, put aside
+ *   aside.c         steps that torch does alone
  *
  * Unless stated otherwise, functions fail with -1 or NULL and an exception, and return new
  * references.
@@ -140,6 +141,8 @@ typedef struct koila__room {
 /* anew: the system is asked in any case. -1 with UnsupportedError while the GPU's work is captured
  * into a graph. */
 int koila__room_for(const koila_graph *part, bool anew, koila__room *out);
+/* The same for tensors of this GPU, or of the CPU (-1), outside of koila.plan(). */
+int koila__room_on(int gpu, bool anew, koila__room *out);
 /* Is the plan's need small beside the room? Such a step does not ask for free memory, and runs
  * without the guard of resident memory, if the system was asked a moment ago. */
 bool koila__room_is_ample(const koila__room *room, const koila_plan_info *info);
@@ -365,6 +368,7 @@ typedef struct koila__step {
     uint32_t retries; /* times that one slice or all slices were made smaller */
     uint32_t n_reads; /* of a backward: runs for values that were read before it in its step */
     double seconds;   /* that its runs took, those that ran out of memory too */
+    uint64_t n_aside; /* steps like it that torch has done alone since: see aside.c */
     /* with the runs of its step before it; 0: those of the plan */
     uint32_t n_recorded;
     double work, work_recorded;
@@ -411,6 +415,19 @@ typedef struct koila__progress {
 koila__progress koila__progress_begin(const koila_plan *plan);
 void koila__progress_slice(koila__progress *p); /* one more is done */
 void koila__progress_end(koila__progress *p);
+/* Of the newest run or plan of the process (koila__step.number). */
+uint64_t koila__n_told(void);
+
+/* ---- aside.c: the steps of the running code's context that torch may do alone */
+/* A run has ended, which `step` tells of. gpu: where, -1: on the CPU. alone: no other rank makes
+ * the same calls. */
+void koila__aside_ran(const koila__step *step, int gpu, bool alone);
+void koila__aside_failed(void); /* a run has failed */
+void koila__aside_forget(void); /* of all contexts: koila looks at each step again */
+/* What the last step was like, if torch has done it alone, and after run `number`; else NULL.
+ * Borrowed until the next step. */
+const koila__step *koila__aside_step(uint64_t number);
+int koila__aside_add_module(PyObject *m);
 
 /* ---- plan_report.c */
 PyObject *koila__shape_of(const koila_meta_info *m);

@@ -1,0 +1,650 @@
+/* aside.c — stepping aside: steps that need no koila are done by torch alone.
+ *
+ *   lazy(x, y)    recorded    the step runs; its plan is whole, with room to spare      n_equal = 1
+ *   lazy(x, y)    recorded    the same                                                  n_equal = 2
+ *   ...
+ *   lazy(x, y)    aside       copies of x and y, plain tensors; torch does the step
+ *
+ * Steps are of one kind when their inputs have the same shapes, dtypes, devices and batch
+ * dimensions, in the same grad mode and under the same settings. After EQUAL_STEPS whole steps of
+ * a kind in a row lazy() hands out copies, not lazy tensors: copies, so that the tensor that was
+ * given is never written, whatever the program does with them. What is computed from them is
+ * torch's own, and as exact as torch is.
+ *
+ * A step is known by one call of lazy(): what it needs is measured from there to the next call.
+ * koila comes back, and records the next step, when
+ *
+ *   another kind    of inputs, grad mode or settings: at once, it is recorded
+ *   less room       a step may need one part in SPARE of what is free (or of the budget)
+ *   more held       other tensors than when it was recorded, perhaps another model's
+ *   more needed     the last step took more than those that were recorded
+ *   a look          each LOOK_EVERY steps
+ *   out of memory   torch was refused memory meanwhile: EQUAL_STEPS are recorded again
+ *
+ * All of it is decided from the context's own state: other threads and tasks have theirs.
+ */
+#include "run/run.h"
+
+#include <time.h>
+
+/* clang-format off: one number a line */
+enum {
+    N_KINDS = 8,       /* are remembered; the one that was not used for longest is forgotten */
+    MOST_INPUTS = 16,  /* batched tensors of one call */
+    SPARE = 2,         /* the same step needs the same again. The other half of the room is for
+                            what other programs take until the next look at it */
+    MOST_WINDOWS = 16, /* of koila__cpu_bytes_open(): runs need theirs */
+    LOOK_LASTS = 100,  /* milliseconds: a look at a GPU's memory, as ANSWER_LASTS in limits.c */
+    SLACK = 16 << 20,  /* bytes: changes of what is held or needed that are none */
+};
+/* clang-format on */
+
+/* Tests change these two. A few steps that are looked at one by one are recorded; a look costs at
+ * most three plain steps, so a thousandth of them less than a percent. */
+static uint32_t equal_steps = 16;
+static uint32_t look_every = 1024;
+
+typedef struct inputs {
+    PyObject *at[MOST_INPUTS]; /* borrowed */
+    koila_meta meta[MOST_INPUTS];
+    uint32_t dim[MOST_INPUTS]; /* that is the batch */
+    uint32_t n;
+} inputs;
+
+/* What else decides a step. Compared as bytes: made by look_around(). */
+typedef struct around {
+    uint64_t budget, cpu_budget;
+    uint32_t axes;
+    uint8_t mode; /* koila__call_mode() */
+    bool resident, no_host;
+} around;
+
+typedef struct kind {
+    uint32_t n_inputs; /* 0: none */
+    koila_meta meta[MOST_INPUTS];
+    uint32_t dim[MOST_INPUTS];
+    around around;
+    uint32_t n_equal;  /* whole steps in a row */
+    uint32_t n_unseen; /* steps that torch did since the last one that was recorded */
+    bool look_due;
+    uint64_t n_bytes; /* of its inputs */
+    uint64_t need;    /* beyond what is held when it begins, the most of those in a row */
+    uint64_t held;    /* when the last recorded one began */
+    int gpu;          /* -1: the CPU */
+    uint64_t used;    /* when, by `clock_of_uses` */
+    uint64_t after;   /* koila__n_told() when torch did it last */
+    koila__step step; /* of the last recorded one, owned; .c NULL: there is none */
+} kind;
+
+typedef struct koila__aside {
+    kind at[N_KINDS];
+    uint64_t generation; /* of what is remembered */
+    /* the step since the last lazy() */
+    kind *last;        /* NULL: it is none of them */
+    bool is_aside;     /* torch does it */
+    bool is_spoiled;   /* it was cut, or its run failed */
+    bool has_backward; /* and it ran */
+    uint32_t n_runs;   /* of it */
+    uint64_t held;     /* when it began */
+    uint64_t planned;  /* bytes that its plans needed */
+    uint64_t n_refused;
+    int window; /* while `last` is set */
+    /* the last look at a GPU */
+    koila__room room;
+    int64_t looked_at; /* milliseconds */
+} aside;
+
+static uint64_t clock_of_uses, generation;
+static uint64_t n_steps;       /* that torch has done alone */
+static uint64_t n_turns;       /* times that koila has stepped aside, or come back */
+static const char *why = "";   /* the last of these, in words */
+static uint64_t n_gpu_refused; /* allocations on GPUs */
+static uint32_t n_windows;     /* open, in all contexts */
+
+/* The one place where koila steps aside or comes back. */
+static void turned(const char *reason)
+{
+    why = reason;
+    n_turns++;
+}
+
+/* ---- the peak of a step, of the few windows that there are */
+
+static int window_open(void)
+{
+    const int window = n_windows < MOST_WINDOWS ? koila__cpu_bytes_open() : -1;
+    n_windows += window >= 0;
+    return window;
+}
+
+static uint64_t window_close(int window)
+{
+    n_windows -= window >= 0;
+    return koila__cpu_bytes_close(window);
+}
+
+/* ---- what is remembered */
+
+static void end_window(aside *s)
+{
+    if (s->last)
+        window_close(s->window);
+    s->last = NULL;
+}
+
+/* May run Python, last. */
+static void step_release(koila__step gone)
+{
+    koila__cached_release(gone.c);
+    Py_XDECREF(gone.early);
+}
+
+static void kind_free(kind *k)
+{
+    const koila__step gone = k->step;
+    memset(k, 0, sizeof *k);
+    step_release(gone);
+}
+
+static void forget_all(aside *s)
+{
+    end_window(s);
+    for (uint32_t i = 0; i < N_KINDS; i++)
+        kind_free(&s->at[i]);
+}
+
+static void aside_free(aside *s)
+{
+    forget_all(s);
+    PyMem_Free(s);
+}
+
+void koila__aside_forget(void) { generation++; }
+
+/* That of the running context; with `make` it is made. NULL without an exception. */
+static aside *aside_now(bool make)
+{
+    koila__context *c = make ? koila__context_now() : koila__context_peek();
+    if (make && c && !c->aside) {
+        c->aside = PyMem_Calloc(1, sizeof *c->aside);
+        c->aside_free = aside_free;
+    }
+    if (make)
+        PyErr_Clear();
+    aside *s = c ? c->aside : NULL;
+    const uint64_t now = generation + koila__n_forgotten; /* ids of metas go with these */
+    if (s && s->generation != now) {
+        forget_all(s);
+        s->generation = now;
+    }
+    return s;
+}
+
+/* False: under these settings koila looks at every step. */
+static bool look_around(around *out)
+{
+    const koila__settings set = koila__settings_now();
+    memset(out, 0, sizeof *out);
+    out->budget = set.budget;
+    out->cpu_budget = set.cpu_budget;
+    out->axes = (uint32_t)set.axes;
+    out->mode = koila__call_mode();
+    out->resident = set.resident;
+    out->no_host = set.no_host;
+    return set.aside != KOILA__ASIDE_OFF && !set.dry && !set.strict && !set.fastest && !set.rows &&
+           (set.axes == KOILA__CUT_ANY || set.axes == KOILA__CUT_BATCH) &&
+           !koila__maybe_inference();
+}
+
+static kind *find(aside *s, const inputs *in, const around *now)
+{
+    for (uint32_t i = 0; i < N_KINDS; i++) {
+        kind *k = &s->at[i];
+        if (k->n_inputs == in->n && memcmp(&k->around, now, sizeof *now) == 0 &&
+            memcmp(k->meta, in->meta, in->n * sizeof *in->meta) == 0 &&
+            memcmp(k->dim, in->dim, in->n * sizeof *in->dim) == 0)
+            return k;
+    }
+    return NULL;
+}
+
+static kind *add(aside *s, const inputs *in, const around *now)
+{
+    kind *k = &s->at[0];
+    for (uint32_t i = 1; i < N_KINDS; i++)
+        if (s->at[i].used < k->used)
+            k = &s->at[i];
+    const koila__step gone = k->step;
+    memset(k, 0, sizeof *k);
+    k->n_inputs = in->n;
+    memcpy(k->meta, in->meta, in->n * sizeof *in->meta);
+    memcpy(k->dim, in->dim, in->n * sizeof *in->dim);
+    k->around = *now;
+    k->gpu = -1;
+    for (uint32_t i = 0; i < in->n; i++)
+        k->n_bytes += koila_meta_get(koila__table, in->meta[i])->n_bytes;
+    step_release(gone);
+    return k;
+}
+
+/* ---- the inputs of a call */
+
+static bool is_plain_tensor(PyObject *o)
+{
+    return koila__lazy_class && Py_TYPE(o) == koila__lazy_class->tp_base;
+}
+
+/* Adds `t`, whose batch dimension may count from the end. False: koila must look at it. */
+static bool add_input(inputs *in, PyObject *t, int64_t dim)
+{
+    koila_meta meta;
+    if (in->n == MOST_INPUTS || !is_plain_tensor(t) || koila__requires_grad(t))
+        return false;
+    if (koila__meta_of(t, &meta) < 0) {
+        PyErr_Clear();
+        return false;
+    }
+    const int64_t n_dims = koila_meta_get(koila__table, meta)->n_dims;
+    if (dim == 0 && n_dims == 0)
+        return true; /* it has no batch, and is handed out as it is */
+    if (dim < -n_dims || dim >= n_dims)
+        return false;
+    in->at[in->n] = t;
+    in->meta[in->n] = meta;
+    in->dim[in->n++] = (uint32_t)(dim < 0 ? dim + n_dims : dim);
+    return true;
+}
+
+/* Of a tuple or list of tensors. */
+static bool add_inputs(inputs *in, PyObject *items, int64_t dim)
+{
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); i++)
+        if (!add_input(in, PySequence_Fast_GET_ITEM(items, i), dim))
+            return false;
+    return in->n > 0;
+}
+
+/* ---- the step since the last lazy() */
+
+/* Steps of this kind are recorded again from the beginning. */
+static void comes_back(kind *k, const char *reason)
+{
+    if (k->step.n_aside)
+        turned(reason);
+    k->n_equal = k->n_unseen = 0;
+    k->need = 0;
+    k->step.n_aside = 0;
+}
+
+static bool is_much_more(uint64_t more, uint64_t than) { return more > than + than / 4 + SLACK; }
+
+static uint64_t n_refused_now(void) { return koila__cpu_bytes_n_refused() + n_gpu_refused; }
+
+static void judge_aside(aside *s, kind *k, uint64_t need)
+{
+    if (s->n_refused != n_refused_now())
+        comes_back(k, "a step ran out of memory");
+    else if (is_much_more(need, k->need))
+        k->look_due = true;
+}
+
+static void judge_recorded(aside *s, kind *k, uint64_t need)
+{
+    if (s->is_spoiled || !s->n_runs) {
+        comes_back(k, "a step was cut, or failed");
+        return;
+    }
+    k->n_equal++;
+    k->n_unseen = 0;
+    k->look_due = false;
+    k->held = s->held;
+    if (need > k->need)
+        k->need = need;
+}
+
+/* It is over. */
+static void judge(aside *s)
+{
+    kind *k = s->last;
+    if (!k)
+        return;
+    const uint64_t peak = window_close(s->window);
+    const uint64_t measured = k->gpu < 0 && peak > s->held ? peak - s->held : 0;
+    s->last = NULL;
+    if (s->is_aside)
+        judge_aside(s, k, measured);
+    else
+        judge_recorded(s, k, measured > s->planned ? measured : s->planned);
+}
+
+static void begin(aside *s, kind *k, bool is_aside)
+{
+    koila_assert(!s->last);
+    s->last = k;
+    s->is_aside = is_aside;
+    s->is_spoiled = s->has_backward = false;
+    s->n_runs = 0;
+    s->planned = 0;
+    s->held = koila__cpu_bytes_current();
+    s->n_refused = n_refused_now();
+    s->window = window_open();
+    k->used = ++clock_of_uses;
+}
+
+void koila__aside_ran(const koila__step *step, int gpu, bool alone)
+{
+    aside *s = aside_now(false);
+    const koila_plan_info *info = &step->c->info;
+    kind *k = s ? s->last : NULL;
+    if (!k || s->is_aside || step->asked_by == KOILA__ASKED_BY_PLAN)
+        return;
+    const uint64_t measured = step->measured && step->measured_peak_bytes > step->base_bytes
+                                  ? step->measured_peak_bytes - step->base_bytes
+                                  : 0;
+    const uint64_t need = measured > info->peak_bytes ? measured : info->peak_bytes;
+    s->n_runs++;
+    s->is_spoiled |= info->n_slices > 1 || info->n_again || info->n_offloaded || info->n_inner ||
+                     step->retries || !alone;
+    s->planned = need > s->planned ? need : s->planned;
+    k->gpu = gpu;
+    const bool is_backward = step->asked_by == KOILA__ASKED_BY_BACKWARD;
+    if (s->has_backward && !is_backward)
+        return; /* a value was read after it */
+    s->has_backward = is_backward;
+    const koila__step gone = k->step;
+    k->step = *step;
+    k->step.n_aside = gone.n_aside;
+    k->step.c->refs++;
+    Py_XINCREF(k->step.early);
+    step_release(gone);
+}
+
+void koila__aside_failed(void)
+{
+    aside *s = aside_now(false);
+    if (s)
+        s->is_spoiled = true;
+}
+
+/* ---- stepping aside */
+
+static int64_t milliseconds_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
+}
+
+/* Brings s->room up to date, at most ten times a second where that takes long. */
+static bool look_at_room(aside *s, int gpu)
+{
+    if (gpu < 0)
+        return koila__room_on(-1, false, &s->room) == 0;
+    const int64_t now = milliseconds_now();
+    if (s->room.gpu == gpu && s->looked_at && now - s->looked_at <= LOOK_LASTS)
+        return true;
+    s->looked_at = now;
+    const bool is_known = koila__room_on(gpu, true, &s->room) == 0 && s->room.gpu == gpu;
+    PyErr_Clear();
+    return is_known;
+}
+
+static bool has_room(aside *s, const kind *k)
+{
+    return look_at_room(s, k->gpu) && (k->need + k->n_bytes) <= s->room.bytes / SPARE;
+}
+
+static bool holds_more(const kind *k)
+{
+    const uint64_t held = koila__cpu_bytes_current();
+    return k->gpu < 0 && held > k->held + k->need + SLACK;
+}
+
+/* A step of kind k begins. Does torch do it? -1 with an exception: what was left of the step before
+ * could not be made. */
+static int takes(aside *s, kind *k)
+{
+    const bool counts = s->last == k && !s->is_aside; /* and was not judged yet */
+    if (k->n_equal + counts < equal_steps)
+        return 0;
+    const int is_free = koila__step_make_way();
+    if (is_free <= 0)
+        return is_free;
+    judge(s);
+    if (k->n_equal < equal_steps || k->look_due || k->n_unseen >= look_every)
+        return 0;
+    if (holds_more(k)) {
+        k->look_due = true;
+        return 0;
+    }
+    if (!has_room(s, k)) {
+        comes_back(k, "too little memory is free");
+        return 0;
+    }
+    return 1;
+}
+
+static int start(aside *s, kind *k)
+{
+    if (!k->step.n_aside) {
+        PyObject *gpu = PyLong_FromLong(k->gpu);
+        PyObject *done = gpu ? koila__ask("steps_aside", gpu, NULL, NULL) : NULL;
+        Py_XDECREF(gpu);
+        if (!done)
+            return -1;
+        Py_DECREF(done);
+        turned("the last steps were whole, with room to spare");
+    }
+    k->step.n_aside++;
+    k->n_unseen++;
+    k->after = koila__n_told();
+    n_steps++;
+    begin(s, k, true);
+    return 0;
+}
+
+/* 1: torch does the step with these inputs; 0; -1 with an exception. */
+static int step_aside(const inputs *in)
+{
+    around now;
+    aside *s = aside_now(false);
+    if (!s || !look_around(&now))
+        return 0;
+    kind *k = find(s, in, &now);
+    const int does = k ? takes(s, k) : 0;
+    return does > 0 && start(s, k) < 0 ? -1 : does;
+}
+
+const koila__step *koila__aside_step(uint64_t number)
+{
+    const aside *s = aside_now(false);
+    const kind *found = NULL;
+    for (uint32_t i = 0; s && i < N_KINDS; i++) {
+        const kind *k = &s->at[i];
+        if (!k->step.n_aside || k->after < number)
+            continue;
+        const bool is_backward = k->step.asked_by == KOILA__ASKED_BY_BACKWARD;
+        const bool was = found && found->step.asked_by == KOILA__ASKED_BY_BACKWARD;
+        if (!found || (is_backward == was ? k->used > found->used : is_backward))
+            found = k;
+    }
+    return found ? &found->step : NULL;
+}
+
+/* ---- the copies */
+
+/* New: a copy of batched input `o`, the same for the same tensor; anything else as it is. copies:
+ * [in->n] borrowed, those made until now. */
+static PyObject *handed_out(const inputs *in, PyObject **copies, PyObject *o)
+{
+    for (uint32_t i = 0; i < in->n; i++) {
+        if (in->at[i] != o)
+            continue;
+        if (copies[i])
+            return Py_NewRef(copies[i]);
+        copies[i] = koila__copy_of(o, in->meta[i]);
+        return copies[i];
+    }
+    return Py_NewRef(o);
+}
+
+static PyObject *copied_items(const inputs *in, PyObject **copies, PyObject *items)
+{
+    const Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
+    const bool is_list = PyList_CheckExact(items);
+    PyObject *out = is_list ? PyList_New(n) : PyTuple_New(n);
+    for (Py_ssize_t i = 0; out && i < n; i++) {
+        PyObject *copy = handed_out(in, copies, PySequence_Fast_GET_ITEM(items, i));
+        if (!copy)
+            Py_CLEAR(out);
+        else if (is_list)
+            PyList_SET_ITEM(out, i, copy);
+        else
+            PyTuple_SET_ITEM(out, i, copy);
+    }
+    return out;
+}
+
+/* ---- Python */
+
+static bool is_sequence(PyObject *o) { return PyTuple_CheckExact(o) || PyList_CheckExact(o); }
+
+/* step_aside(values, batch): what lazy(*values, batch=batch) returns where torch does the step: of
+ * tensors, or of one tuple or list of tensors. None: lazy() goes on. */
+static PyObject *py_step_aside(PyObject *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    inputs in = { .n = 0 };
+    PyObject *copies[MOST_INPUTS] = { NULL };
+    (void)self;
+    if (n_args != 2 || !PyTuple_CheckExact(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "step_aside(tuple of values, batch)");
+        return NULL;
+    }
+    PyObject *values = args[0];
+    const koila__context *c = koila__context_peek();
+    if (!c || !c->aside || !PyTuple_GET_SIZE(values) || !PyLong_CheckExact(args[1]))
+        Py_RETURN_NONE;
+    const bool is_one = PyTuple_GET_SIZE(values) == 1;
+    const bool is_inside = is_one && is_sequence(PyTuple_GET_ITEM(values, 0));
+    PyObject *items = is_inside ? PyTuple_GET_ITEM(values, 0) : values;
+    const int64_t dim = PyLong_AsLongLong(args[1]);
+    if (dim == -1 && PyErr_Occurred())
+        PyErr_Clear();
+    if (!add_inputs(&in, items, dim))
+        Py_RETURN_NONE;
+    const int does = step_aside(&in);
+    if (does < 0)
+        return NULL;
+    if (!does)
+        Py_RETURN_NONE;
+    return is_one && !is_inside ? handed_out(&in, copies, PyTuple_GET_ITEM(values, 0))
+                                : copied_items(&in, copies, items);
+}
+
+/* The inputs of a list of (tensor, batch dimension, ...). */
+static bool found_inputs(PyObject *found, inputs *in)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(found); i++) {
+        PyObject *t, *dim, *where;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(found, i), "OO!O", &t, &PyLong_Type, &dim, &where) ||
+            !add_input(in, t, PyLong_AsLongLong(dim))) {
+            PyErr_Clear();
+            return false;
+        }
+    }
+    return in->n > 0;
+}
+
+/* takes_alone(found): does torch do the step with the tensors of `found`? */
+static PyObject *py_takes_alone(PyObject *self, PyObject *found)
+{
+    inputs in = { .n = 0 };
+    (void)self;
+    const int does = PyList_Check(found) && found_inputs(found, &in) ? step_aside(&in) : 0;
+    return does < 0 ? NULL : PyBool_FromLong(does);
+}
+
+/* watch_step(found | None): lazy() has opened a step with the tensors of `found`, or joined one.
+ * None: torch must not do steps of its kind. */
+static PyObject *py_watch_step(PyObject *self, PyObject *found)
+{
+    inputs in = { .n = 0 };
+    around now;
+    (void)self;
+    const koila__tape *t = koila__tape_open();
+    const bool joins = t && t->n_axis_ids > 1;
+    const bool counts =
+        !joins && PyList_Check(found) && found_inputs(found, &in) && look_around(&now);
+    aside *s = aside_now(counts);
+    if (!s)
+        Py_RETURN_NONE;
+    if (joins && s->last) /* more than the first call tells */
+        s->is_spoiled = true;
+    if (joins)
+        Py_RETURN_NONE;
+    judge(s);
+    if (!counts)
+        Py_RETURN_NONE;
+    kind *k = find(s, &in, &now);
+    begin(s, k ? k : add(s, &in, &now), false);
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_gpu_refused(PyObject *self, PyObject *ignored)
+{
+    (void)self;
+    (void)ignored;
+    n_gpu_refused++;
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_aside(PyObject *self, PyObject *ignored)
+{
+    (void)self;
+    (void)ignored;
+    return Py_BuildValue("{s:K,s:K,s:s}", "steps", (unsigned long long)n_steps, "turns",
+                         (unsigned long long)n_turns, "why", why);
+}
+
+static PyObject *py_aside_step(PyObject *self, PyObject *ignored)
+{
+    (void)self;
+    (void)ignored;
+    const koila__step *told = koila__last_step();
+    return PyBool_FromLong(told && told->n_aside);
+}
+
+static PyObject *py_aside_after(PyObject *self, PyObject *args)
+{
+    unsigned int equal, every;
+    const uint32_t before[] = { equal_steps, look_every };
+    (void)self;
+    if (!PyArg_ParseTuple(args, "II:aside_after", &equal, &every))
+        return NULL;
+    equal_steps = equal;
+    look_every = every;
+    generation++;
+    return Py_BuildValue("II", before[0], before[1]);
+}
+
+static PyMethodDef methods[] = {
+    { "step_aside", (PyCFunction)(void (*)(void))py_step_aside, METH_FASTCALL,
+      "step_aside(values, batch): what lazy(*values, batch=batch) returns where torch does the "
+      "step; None: lazy() goes on." },
+    { "takes_alone", py_takes_alone, METH_O,
+      "takes_alone([(tensor, batch dimension, where), ...]): does torch do the step with these?" },
+    { "watch_step", py_watch_step, METH_O,
+      "watch_step([(tensor, batch dimension, where), ...] | None): lazy() has opened a step with "
+      "these, or joined one. None: torch must not do steps like it." },
+    { "gpu_refused", py_gpu_refused, METH_NOARGS, "A GPU has run out of memory." },
+    { "aside", py_aside, METH_NOARGS,
+      "aside() -> {'steps': done by torch alone, 'turns': times that koila stepped aside or came "
+      "back, 'why': the last of them}" },
+    { "is_aside", py_aside_step, METH_NOARGS, "Has torch done the last step alone?" },
+    { "aside_after", py_aside_after, METH_VARARGS,
+      "aside_after(steps, every) -> before: koila steps aside after so many equal steps, and looks "
+      "at one in so many; for tests." },
+    { NULL, NULL, 0, NULL },
+};
+
+int koila__aside_add_module(PyObject *m) { return PyModule_AddFunctions(m, methods); }

@@ -1,0 +1,46 @@
+"""Stepping aside: what Python adds to python/ext/run/aside.c, where the idea is told."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from . import _core
+
+Tensor = torch.Tensor
+_ready = False  # do plain tensors answer as lazy ones?
+_gpus: set[int] = set()  # whose refusals are counted
+
+
+def may() -> bool:
+    """May torch do steps alone in this process? Ranks that share a step must all do the same, and
+    none knows of the others whether they have stepped aside."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is None or not (distributed.is_available() and distributed.is_initialized())
+
+
+def _itself(self: Tensor) -> Tensor:
+    """The tensor itself, which is plain. A lazy one is computed here."""
+    return self
+
+
+def _is_refused(*_: Any) -> None:
+    _core.gpu_refused()
+
+
+def steps_aside(gpu: int) -> None:
+    """koila is about to step aside, for steps on this GPU, or on the CPU (-1). Plain tensors get
+    the methods `torch()` and `run()` of lazy ones, and a GPU tells when it runs out of memory."""
+    global _ready
+    if not _ready:
+        for name in ("torch", "run"):
+            if not hasattr(Tensor, name):
+                setattr(Tensor, name, _itself)
+        _ready = True
+    if gpu >= 0 and gpu not in _gpus:
+        _gpus.add(gpu)
+        observe = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+        if observe is not None and len(_gpus) == 1:
+            observe(_is_refused)
