@@ -16,7 +16,7 @@
  *
  *   another kind    of inputs, grad mode or settings: at once, it is recorded
  *   less room       a step may need one part in SPARE of what is free (or of the budget)
- *   more held       other tensors than when it was recorded, perhaps another model's
+ *   more held       or less: other tensors than when it was recorded, perhaps another model's
  *   more needed     the last step took more than those that were recorded
  *   a look          each LOOK_EVERY steps
  *   out of memory   torch was refused memory meanwhile: EQUAL_STEPS are recorded again
@@ -29,13 +29,14 @@
 
 /* clang-format off: one number a line */
 enum {
-    N_KINDS = 8,       /* are remembered; the one that was not used for longest is forgotten */
-    MOST_INPUTS = 16,  /* batched tensors of one call */
-    SPARE = 2,         /* the same step needs the same again. The other half of the room is for
+    N_KINDS = 8,           /* are remembered; the one that was not used for longest is forgotten */
+    MOST_INPUTS = 16,      /* batched tensors of one call */
+    SPARE = 2,             /* the same step needs the same again. The other half of the room is for
                             what other programs take until the next look at it */
-    MOST_WINDOWS = 16, /* of koila__cpu_bytes_open(): runs need theirs */
-    LOOK_LASTS = 100,  /* milliseconds: a look at a GPU's memory, as ANSWER_LASTS in limits.c */
-    SLACK = 16 << 20,  /* bytes: changes of what is held or needed that are none */
+    MOST_WINDOWS = 16,     /* of koila__cpu_bytes_open(): runs need theirs */
+    LOOK_LASTS = 100,      /* milliseconds: a look at a GPU's memory, as ANSWER_LASTS in limits.c */
+    MOST_SLACK = 16 << 20, /* bytes: less than a process is free to take at any time */
+    SLACK_SHARE = 64,      /* and at most one part in so many of the room */
 };
 /* clang-format on */
 
@@ -276,7 +277,12 @@ static void comes_back(kind *k, const char *reason)
     k->step.n_aside = 0;
 }
 
-static bool is_much_more(uint64_t more, uint64_t than) { return more > than + than / 4 + SLACK; }
+/* Changes of what is held, or needed, that are none. */
+static uint64_t slack(const aside *s)
+{
+    const uint64_t share = s->room.bytes / SLACK_SHARE;
+    return share < MOST_SLACK ? share : MOST_SLACK;
+}
 
 static uint64_t n_refused_now(void) { return koila__cpu_bytes_n_refused() + n_gpu_refused; }
 
@@ -284,8 +290,8 @@ static void judge_aside(aside *s, kind *k, uint64_t need)
 {
     if (s->n_refused != n_refused_now())
         comes_back(k, "a step ran out of memory");
-    else if (is_much_more(need, k->need))
-        k->look_due = true;
+    else
+        k->look_due = need > k->need + k->need / 4 + slack(s);
 }
 
 static void judge_recorded(aside *s, kind *k, uint64_t need)
@@ -389,15 +395,17 @@ static bool look_at_room(aside *s, int gpu)
     return is_known;
 }
 
-static bool has_room(aside *s, const kind *k)
+static bool has_room(const aside *s, const kind *k)
 {
-    return look_at_room(s, k->gpu) && (k->need + k->n_bytes) <= s->room.bytes / SPARE;
+    return k->need + k->n_bytes <= s->room.bytes / SPARE;
 }
 
-static bool holds_more(const kind *k)
+static uint64_t apart(uint64_t a, uint64_t b) { return a > b ? a - b : b - a; }
+
+/* Than when it was recorded last. */
+static bool holds_other(const aside *s, const kind *k)
 {
-    const uint64_t held = koila__cpu_bytes_current();
-    return k->gpu < 0 && held > k->held + k->need + SLACK;
+    return k->gpu < 0 && apart(koila__cpu_bytes_current(), k->held) > k->need + slack(s);
 }
 
 /* A step of kind k begins. Does torch do it? -1 with an exception: what was left of the step before
@@ -413,15 +421,12 @@ static int takes(aside *s, kind *k)
     judge(s);
     if (k->n_equal < equal_steps || k->look_due || k->n_unseen >= look_every)
         return 0;
-    if (holds_more(k)) {
-        k->look_due = true;
-        return 0;
-    }
-    if (!has_room(s, k)) {
+    if (!look_at_room(s, k->gpu) || !has_room(s, k)) {
         comes_back(k, "too little memory is free");
         return 0;
     }
-    return 1;
+    k->look_due = holds_other(s, k);
+    return !k->look_due;
 }
 
 static int start(aside *s, kind *k)
