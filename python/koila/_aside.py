@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from . import _core
+from ._switch import answer_on_plain_tensors
 
-Tensor = torch.Tensor
 _ready = False  # do plain tensors answer as lazy ones?
 _gpus: set[int] = set()  # whose refusals are counted
 
@@ -21,11 +21,6 @@ def may() -> bool:
     return distributed is None or not (distributed.is_available() and distributed.is_initialized())
 
 
-def _itself(self: Tensor) -> Tensor:
-    """The tensor itself, which is plain. A lazy one is computed here."""
-    return self
-
-
 def _is_refused(*_: Any) -> None:
     _core.gpu_refused()
 
@@ -35,9 +30,7 @@ def steps_aside(gpu: int) -> None:
     the methods `torch()` and `run()` of lazy ones, and a GPU tells when it runs out of memory."""
     global _ready
     if not _ready:
-        for name in ("torch", "run"):
-            if not hasattr(Tensor, name):
-                setattr(Tensor, name, _itself)
+        answer_on_plain_tensors()
         _ready = True
     if gpu >= 0 and gpu not in _gpus:
         _gpus.add(gpu)

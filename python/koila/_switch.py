@@ -23,15 +23,17 @@ def _asked() -> str:
 OFF = _asked() == "0"
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself: KOILA=0."""
-    return tensor
+def _itself(self: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, which is plain. A lazy one is computed here."""
+    return self
 
 
 def answer_on_plain_tensors() -> None:
-    """`x.torch()` and `x.run()`, which programs ask of lazy tensors, answer on plain ones."""
+    """`x.torch()` and `x.run()`, which programs ask of lazy tensors, answer on plain ones: where
+    koila is switched off, or has stepped aside."""
     for name in ("torch", "run"):
-        setattr(torch.Tensor, name, _itself)
+        if not hasattr(torch.Tensor, name):
+            setattr(torch.Tensor, name, _itself)
 
 
 def refuse_when_off(call: str) -> None:

@@ -4,7 +4,6 @@ import importlib
 import warnings
 
 import pytest
-import torch
 
 import koila
 from helpers import run_python
@@ -53,8 +52,15 @@ def test_with_koila_0_nothing_of_torch_is_replaced_and_values_come_back_untouche
     ]
 
 
-def test_a_plain_tensor_has_no_run_and_no_torch_unless_koila_is_off():
-    assert not hasattr(torch.Tensor, "run") and not hasattr(torch.Tensor, "torch")
+def test_a_plain_tensor_has_no_run_and_no_torch_where_koila_is_neither_off_nor_aside():
+    out = run_python(
+        STEP
+        + """
+    step()
+    print(hasattr(torch.Tensor, "run"), hasattr(torch.Tensor, "torch"))
+    """
+    )
+    assert out.split() == ["False", "False"]
 
 
 def test_the_rows_of_the_environment_hold_in_all_threads_wherever_none_are_entered():
