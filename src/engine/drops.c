@@ -61,8 +61,9 @@ static const koila__recompute ladder[] = {
     { .n_segments = 32 },
 };
 
-/* From where all is dropped in three directions, and from each of these rungs. */
-enum { MOST_PATHS = 3 + KOILA_COUNT(ladder) };
+/* From where all is dropped in three directions, and from each of these rungs; of a large step from
+ * fewer. */
+enum { MOST_PATHS = 3 + KOILA_COUNT(ladder), MOST_FILLED = 3 };
 
 /* The same with host memory. */
 static const koila__recompute host_ladder[] = {
@@ -198,47 +199,77 @@ static koila_status add_path(rungs *r, koila_node at, koila__direction direction
     return KOILA_OK;
 }
 
-/* Is there a rung of the ladder that needs no more, in bytes and in work? */
-static bool is_dominated(const rungs *r, uint32_t i, uint32_t n)
+/* The rung of the least work that may fit, of those not seen; NULL: there is none. */
+static const rung *next_to_fill(const rungs *r, uint32_t n, const bool *is_seen, uint64_t budget)
 {
-    for (uint32_t k = 0; k < n; k++)
-        if (k != i && r->at[k].bound <= r->at[i].bound && r->at[k].work <= r->at[i].work &&
-            (k < i || r->at[k].bound < r->at[i].bound || r->at[k].work < r->at[i].work))
+    const rung *best = NULL;
+    for (uint32_t i = 0; i < n; i++)
+        if (!is_seen[i] && r->at[i].bound <= budget && (!best || r->at[i].work < best->work))
+            best = &r->at[i];
+    return best;
+}
+
+/* In a large step: of the rungs of the ladder that may fit, and of all that is dropped, what may
+ * stay stays. */
+static koila_status add_fills(const koila__planning *q, rungs *r, koila_node at)
+{
+    bool is_seen[KOILA_COUNT(ladder)] = { 0 };
+    const uint64_t budget = q->options->budget_bytes;
+    const uint32_t n = r->n;
+    const rung *x = next_to_fill(r, n, is_seen, budget);
+    for (uint32_t i = 0; i < MOST_FILLED && x; i++, x = next_to_fill(r, n, is_seen, budget)) {
+        is_seen[x - r->at] = true;
+        koila__outline_choose(r->usual, &x->how);
+        KOILA_TRY(add_path(r, at, KOILA__FILLS, budget));
+    }
+    memset(koila__outline_spared(r->usual), 0, koila__outline_n_makers(r->usual));
+    return koila__outline_choose_makers(r->usual) ? add_path(r, at, KOILA__FILLS, budget)
+                                                  : KOILA_OK;
+}
+
+/* A path from rung i of the ladder. */
+static koila_status add_path_of_rung(rungs *r, koila_node at, uint32_t i)
+{
+    koila__outline_choose(r->usual, &r->at[i].how);
+    return add_path(r, at, KOILA__SPARES_DEAR, UINT64_MAX);
+}
+
+/* A path from where all is dropped, or back. */
+static koila_status add_path_of_all(rungs *r, koila_node at, koila__direction direction)
+{
+    memset(koila__outline_spared(r->usual), 0, koila__outline_n_makers(r->usual));
+    return koila__outline_choose_makers(r->usual) ? add_path(r, at, direction, UINT64_MAX)
+                                                  : KOILA_OK;
+}
+
+/* Does a rung of r exist that may fit? */
+static bool any_may_fit(const rungs *r, uint64_t budget)
+{
+    for (uint32_t i = 0; i < r->n; i++)
+        if (r->at[i].bound <= budget)
             return true;
     return false;
 }
 
-/* Paths from the rungs of the ladder, which are all that there are so far. In a large step only the
- * first is gone; of others that may fit and are the best, what may stay stays. */
-static koila_status add_paths_of_rungs(const koila__planning *q, rungs *r, koila_node at,
-                                       bool is_small)
+/* Choices beside those of the ladder, which are all that there are so far. In a small step all
+ * paths; in a large one what fills the budget, and two paths where nothing else may fit. */
+static koila_status add_choices(const koila__planning *q, rungs *r, koila_node at)
 {
     const uint64_t budget = q->options->budget_bytes;
-    const uint32_t n = r->n;
-    for (uint32_t i = 0; i < n; i++) {
-        koila__outline_choose(r->usual, &r->at[i].how);
-        if (is_small || i == 0)
-            KOILA_TRY(add_path(r, at, KOILA__SPARES_DEAR, UINT64_MAX));
-        koila__outline_choose(r->usual, &r->at[i].how);
-        if (!is_small && r->at[i].bound <= budget && !is_dominated(r, i, n))
-            KOILA_TRY(add_path(r, at, KOILA__FILLS, budget));
-    }
-    return KOILA_OK;
-}
-
-/* Paths from where all is dropped and back, and from the rungs of the ladder. */
-static koila_status add_paths(const koila__planning *q, rungs *r, koila_node at)
-{
-    static const koila__direction all[] = { KOILA__DROPS, KOILA__SPARES_DEAR, KOILA__SPARES_HIGH };
     const uint32_t n_makers = koila__outline_n_makers(r->usual);
     const bool is_small = n_makers <= KOILA_COST_SMALL_STEP;
-    KOILA_TRY(add_paths_of_rungs(q, r, at, is_small));
-    for (size_t i = 0; i < (is_small ? KOILA_COUNT(all) : 1); i++) {
-        memset(koila__outline_spared(r->usual), 0, n_makers);
-        if (koila__outline_choose_makers(r->usual))
-            KOILA_TRY(add_path(r, at, all[i], UINT64_MAX));
-    }
-    return KOILA_OK;
+    const uint32_t n = r->n;
+    if (!is_small)
+        KOILA_TRY(add_fills(q, r, at));
+    if (n_makers > KOILA_COST_LARGE_STEP && any_may_fit(r, budget))
+        return KOILA_OK;
+    for (uint32_t i = 0; i < (is_small ? n : n > 0); i++)
+        KOILA_TRY(add_path_of_rung(r, at, i));
+    KOILA_TRY(add_path_of_all(r, at, KOILA__DROPS));
+    if (!is_small)
+        return KOILA_OK;
+    KOILA_TRY(add_path_of_all(r, at, KOILA__SPARES_DEAR));
+    return add_path_of_all(r, at, KOILA__SPARES_HIGH);
 }
 
 static koila_status make_rungs(const koila__planning *q, const koila__way *base, koila_node at,
@@ -256,7 +287,7 @@ static koila_status make_rungs(const koila__planning *q, const koila__way *base,
         x.at = at;
         add_rung(r, r->usual, x);
     }
-    KOILA_TRY(add_paths(q, r, at));
+    KOILA_TRY(add_choices(q, r, at));
     if (!(o->host_price > 0))
         return KOILA_OK;
     how.uses_host = true;

@@ -85,11 +85,16 @@ struct koila__outline {
     uint32_t last_segment, n_segments;
 
     /* the choice */
-    uint8_t *fate;     /* [store] */
-    bool *wanted;      /* [store] */
-    bool *stays;       /* [store] */
-    bool *may_wait;    /* [store] */
-    bool *is_spared;   /* [maker] its results stay */
+    uint8_t *fate;   /* [store] */
+    bool *wanted;    /* [store] */
+    bool *stays;     /* [store] */
+    bool *may_wait;  /* [store] */
+    bool *is_spared; /* [maker] its results stay */
+    /* [store] how a choice begins: what the backward pass wants, for which node, what stays by its
+     * segment, and what is read in the forward pass too if it stays */
+    bool *wanted0, *stays0, *is_read0;
+    koila_node *need0;
+    bool any;          /* something is dropped */
     koila_node *need;  /* [store] the first node after `at` for which it is wanted */
     koila_node *needs; /* [maker] the first one for which it runs again */
     bool *is_again;    /* [maker] */
@@ -100,11 +105,11 @@ struct koila__outline {
 
     /* the bound */
     uint64_t most;                     /* of the step as recorded */
-    double strain;                     /* of the bound that was found last */
     uint64_t *rise0, *fall0;           /* [node] bytes that begin, and end: made after `at` */
     uint64_t *rise, *fall;             /* [node] with what the choice adds */
     uint64_t *rise_again, *fall_again; /* [maker] the same when it runs again */
     uint64_t *end;                     /* [store] key_of() its last reader so far; 0: none */
+    uint64_t *end0;                    /* [store] of the backward pass */
     uint32_t *head, *next;             /* [node], [maker] + 1: who runs again before it */
 };
 
@@ -519,14 +524,17 @@ static koila_status weigh(koila__outline *o)
     return KOILA_OK;
 }
 
+/* Does the backward pass read a view that another segment made of it? */
+static bool is_viewed_elsewhere(const koila__outline *o, const store *x)
+{
+    return x->last_view && o->segment[x->last_view] != o->segment[x->made];
+}
+
 /* Ends each segment near its share of the held bytes, where the fewest bytes cross. */
-static void cut(koila__outline *o, uint32_t n_segments)
+static void find_segments(koila__outline *o, uint32_t n_segments)
 {
     const koila_node end = o->at + 1;
     uint32_t number = 0;
-    if (o->n_segments == n_segments)
-        return;
-    o->n_segments = n_segments;
     o->last_segment = KOILA_NONE;
     if (!n_segments) {
         memset(o->segment, 0, end * sizeof *o->segment);
@@ -548,6 +556,16 @@ static void cut(koila__outline *o, uint32_t n_segments)
             o->segment[n] = number;
     }
     o->last_segment = number ? number - 1 : 0;
+}
+
+static void cut(koila__outline *o, uint32_t n_segments)
+{
+    if (o->n_segments == n_segments)
+        return;
+    o->n_segments = n_segments;
+    find_segments(o, n_segments);
+    for (uint32_t s = 0; s < o->stores.n; s++)
+        o->stays0[s] = o->stores.at[s].is_fixed || is_viewed_elsewhere(o, &o->stores.at[s]);
 }
 
 /* ---- what runs again */
@@ -582,13 +600,12 @@ static bool could_wait(const koila__outline *o, const store *x, const koila__hos
 }
 
 /* Finds what may wait: the first made come first, for they wait longest. It does where moving it is
- * less work than making it again. */
+ * less work than making it again, and then a view by another segment does not hold it. */
 static void find_waiting(koila__outline *o, const koila__recompute *how)
 {
     const double share = (double)how->n_offloaded / KOILA__OFFLOAD_PARTS;
     const double most = share * (double)o->all_held;
     uint64_t in_host = 0;
-    memset(o->may_wait, 0, o->stores.n * sizeof *o->may_wait);
     for (uint32_t k = 0; k < o->makers.n && how->n_offloaded; k++) {
         const maker *m = &o->makers.at[k];
         if ((double)o->held[m->node] > most)
@@ -604,6 +621,7 @@ static void find_waiting(koila__outline *o, const koila__recompute *how)
                 return;
             in_host += n_bytes;
             o->may_wait[s] = !x->is_written;
+            o->stays[s] &= x->is_written;
         }
     }
 }
@@ -644,10 +662,11 @@ static void decide(koila__outline *o, uint32_t k, const koila__recompute *how)
     for (uint32_t s = m->first_store; s < end; s++) {
         if (!o->wanted[s])
             continue;
-        if (o->is_again[k])
-            o->fate[s] = KOILA__AGAIN;
-        else if (o->may_wait[s])
-            o->fate[s] = KOILA__WAITS;
+        if (!o->is_again[k] && !o->may_wait[s])
+            continue;
+        o->any = true;
+        o->fate[s] = o->is_again[k] ? KOILA__AGAIN : KOILA__WAITS;
+        o->is_read[s] = o->fate[s] == KOILA__WAITS;
         if (o->fate[s] == KOILA__WAITS)
             o->chosen_work +=
                 2 * koila__offload_work((double)storage_bytes(o, o->stores.at[s].value),
@@ -659,22 +678,11 @@ static void decide(koila__outline *o, uint32_t k, const koila__recompute *how)
     want_inputs(o, k);
 }
 
-/* Does the backward pass read a view that another segment made of it? */
-static bool is_viewed_elsewhere(const koila__outline *o, const store *x)
-{
-    return x->last_view && o->segment[x->last_view] != o->segment[x->made];
-}
-
 /* A call whose results only later calls of the forward pass would need, and these run again, does
  * not run there. */
 static void find_first(koila__outline *o)
 {
-    for (uint32_t s = 0; s < o->stores.n; s++) {
-        const store *x = &o->stores.at[s];
-        o->last[s] = KOILA_NONE;
-        o->is_read[s] = x->is_result || o->fate[s] == KOILA__WAITS ||
-                        (o->fate[s] == KOILA__STAYS && x->first_back != KOILA_NONE);
-    }
+    memset(o->last, 0xff, o->stores.n * sizeof *o->last); /* KOILA_NONE */
     for (uint32_t k = 0; k < o->makers.n; k++)
         for (uint32_t e = 0; o->is_again[k] && e < o->makers.at[k].n_edges; e++) {
             const uint32_t s = o->edges.at[o->makers.at[k].first_edge + e].store;
@@ -701,17 +709,17 @@ static void find_first(koila__outline *o)
 /* As `how` says, but for what is spared. */
 static bool choose(koila__outline *o, const koila__recompute *how)
 {
-    bool any = false;
+    const uint32_t S = o->stores.n;
     cut(o, how->n_segments);
+    memset(o->fate, KOILA__STAYS, S * sizeof *o->fate);
+    memset(o->may_wait, 0, S * sizeof *o->may_wait);
+    memcpy(o->wanted, o->wanted0, S * sizeof *o->wanted);
+    memcpy(o->need, o->need0, S * sizeof *o->need);
+    memcpy(o->stays, o->stays0, S * sizeof *o->stays);
+    memcpy(o->is_read, o->is_read0, S * sizeof *o->is_read);
     find_waiting(o, how);
     o->chosen_work = o->work;
-    for (uint32_t s = 0; s < o->stores.n; s++) {
-        const store *x = &o->stores.at[s];
-        o->fate[s] = KOILA__STAYS;
-        o->wanted[s] = x->first_back != KOILA_NONE;
-        o->need[s] = x->first_back;
-        o->stays[s] = x->is_fixed || (!o->may_wait[s] && is_viewed_elsewhere(o, x));
-    }
+    o->any = false;
     for (uint32_t k = o->makers.n; k-- > 0;) {
         const maker *m = &o->makers.at[k];
         bool is_wanted = false;
@@ -724,9 +732,7 @@ static bool choose(koila__outline *o, const koila__recompute *how)
             decide(o, k, how);
     }
     find_first(o);
-    for (uint32_t s = 0; s < o->stores.n && !any; s++)
-        any = o->fate[s] != KOILA__STAYS;
-    return any;
+    return o->any;
 }
 
 bool koila__outline_choose(koila__outline *o, const koila__recompute *how)
@@ -803,10 +809,7 @@ static void count_all(koila__outline *o)
     memset(o->rise_again, 0, o->makers.n * sizeof *o->rise_again);
     memset(o->fall_again, 0, o->makers.n * sizeof *o->fall_again);
     memset(o->head, 0, ((size_t)o->n_nodes + 1) * sizeof *o->head);
-    for (uint32_t s = 0; s < o->stores.n; s++) {
-        const koila_node last = o->stores.at[s].last_back;
-        o->end[s] = last == KOILA_NONE ? 0 : key_of(last);
-    }
+    memcpy(o->end, o->end0, o->stores.n * sizeof *o->end);
     for (uint32_t k = o->makers.n; k-- > 0;) {
         if (!o->is_again[k])
             continue;
@@ -824,54 +827,73 @@ static void count_all(koila__outline *o)
     }
 }
 
-/* The 16th power: of two moments, one with 5 % more bytes counts as two of the other. */
-static double strain_of(const koila__outline *o, uint64_t now)
+/* The 16th power of what is held, of the most: of two moments, one with 5 % more bytes counts as
+ * two of the other. */
+static double strain_of(double share)
 {
-    double x = o->most ? (double)now / (double)o->most : 0;
-    x *= x;
-    x *= x;
-    x *= x;
-    return x * x;
+    share *= share;
+    share *= share;
+    share *= share;
+    return share * share;
 }
+
+/* What is held, moment by moment. */
+typedef struct moments {
+    uint64_t now, peak, limit;
+    double scale, strain; /* scale: 0: no strain is asked for */
+} moments;
 
 /* Node n runs, or its storages are only there. */
-static void see(koila__outline *o, koila_node n, bool runs, uint64_t now, uint64_t *peak)
+static void see(const koila__outline *o, koila_node n, bool runs, moments *m)
 {
-    if (o->workspace && runs)
-        now += o->workspace[n];
-    if (now > *peak)
-        *peak = now;
-    o->strain += strain_of(o, now);
+    const uint64_t now = m->now + (o->workspace && runs ? o->workspace[n] : 0);
+    if (now > m->peak)
+        m->peak = now;
+    if (m->scale > 0)
+        m->strain += strain_of((double)(int64_t)now * m->scale);
 }
 
-uint64_t koila__outline_bound(koila__outline *o)
+/* Walks over all moments, up to the first that holds more than the limit. */
+static void walk(koila__outline *o, moments *m)
 {
-    uint64_t now = o->collected;
-    uint64_t peak = now;
     uint32_t next = 0;
-    o->strain = 0;
     count_all(o);
-    for (koila_node n = 0; n < o->n_nodes; n++) {
+    m->now = m->peak = o->collected;
+    for (koila_node n = 0; n < o->n_nodes && m->peak <= m->limit; n++) {
         bool runs = n > o->at;
         if (next < o->makers.n && o->makers.at[next].node == n)
             runs = o->is_first[next++];
         for (uint32_t k = o->head[n]; k; k = o->next[k - 1]) {
-            now += o->rise_again[k - 1];
-            see(o, o->makers.at[k - 1].node, true, now, &peak);
-            now -= o->fall_again[k - 1];
+            m->now += o->rise_again[k - 1];
+            see(o, o->makers.at[k - 1].node, true, m);
+            m->now -= o->fall_again[k - 1];
         }
-        now += o->rise[n];
-        see(o, n, runs, now, &peak);
-        koila_assert(now >= o->fall[n]);
-        now -= o->fall[n];
+        m->now += o->rise[n];
+        see(o, n, runs, m);
+        koila_assert(m->now >= o->fall[n]);
+        m->now -= o->fall[n];
     }
-    return peak;
+}
+
+uint64_t koila__outline_bound(koila__outline *o)
+{
+    moments m = { .limit = UINT64_MAX };
+    walk(o, &m);
+    return m.peak;
+}
+
+bool koila__outline_may_fit(koila__outline *o, uint64_t n_bytes)
+{
+    moments m = { .limit = n_bytes };
+    walk(o, &m);
+    return m.peak <= n_bytes;
 }
 
 koila__gauge koila__outline_gauge(koila__outline *o)
 {
-    const uint64_t bound = koila__outline_bound(o);
-    return (koila__gauge){ bound, o->strain };
+    moments m = { .limit = UINT64_MAX, .scale = o->most ? 1 / (double)o->most : 0 };
+    walk(o, &m);
+    return (koila__gauge){ m.peak, m.strain };
 }
 
 uint32_t koila__outline_n_makers(const koila__outline *o) { return o->makers.n; }
@@ -879,6 +901,15 @@ uint32_t koila__outline_n_makers(const koila__outline *o) { return o->makers.n; 
 double koila__outline_maker_work(const koila__outline *o, uint32_t k)
 {
     return o->makers.at[k].work;
+}
+
+uint64_t koila__outline_maker_bytes(const koila__outline *o, uint32_t k)
+{
+    const maker *m = &o->makers.at[k];
+    uint64_t n_bytes = 0;
+    for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++)
+        n_bytes += o->stores.at[s].n_bytes;
+    return n_bytes;
 }
 
 bool koila__outline_is_again(const koila__outline *o, uint32_t k) { return o->is_again[k]; }
@@ -977,7 +1008,20 @@ static koila_status make_choice(koila__outline *o)
     MAKE(rise_again, M);
     MAKE(fall_again, M);
     MAKE(next, M);
+    MAKE(wanted0, S);
+    MAKE(stays0, S);
+    MAKE(is_read0, S);
+    MAKE(need0, S);
+    MAKE(end0, S);
 #undef MAKE
+    for (uint32_t s = 0; s < o->stores.n; s++) {
+        const store *x = &o->stores.at[s];
+        o->wanted0[s] = x->first_back != KOILA_NONE;
+        o->need0[s] = x->first_back;
+        o->is_read0[s] = x->is_result || x->first_back != KOILA_NONE;
+        o->end0[s] = x->last_back == KOILA_NONE ? 0 : key_of(x->last_back);
+    }
+    o->n_segments = KOILA_NONE; /* not cut yet */
     return KOILA_OK;
 }
 

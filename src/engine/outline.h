@@ -61,8 +61,10 @@ void koila__outline_free(koila__outline *o);
 bool koila__outline_choose(koila__outline *o, const koila__recompute *how);
 /* A maker is a call of the forward pass that makes storages. */
 uint32_t koila__outline_n_makers(const koila__outline *o);
-/* Its work, and whether it runs again by what was chosen last. */
+/* Its work, the bytes of its results in a slice, and whether it runs again by what was chosen last.
+ */
 double koila__outline_maker_work(const koila__outline *o, uint32_t k);
+uint64_t koila__outline_maker_bytes(const koila__outline *o, uint32_t k);
 bool koila__outline_is_again(const koila__outline *o, uint32_t k);
 /* [makers] the results of which ones stay: fill it before koila__outline_choose_makers(). */
 bool *koila__outline_spared(koila__outline *o);
@@ -72,6 +74,8 @@ bool koila__outline_choose_makers(koila__outline *o);
 
 /* Of what was chosen last: a lower bound of the peak of its schedule, in the options' rows. */
 uint64_t koila__outline_bound(koila__outline *o);
+/* Is that no more than n_bytes? */
+bool koila__outline_may_fit(koila__outline *o, uint64_t n_bytes);
 /* The same, and how much is held near that: each moment counts by a power of its bytes. */
 typedef struct koila__gauge {
     uint64_t bound;

@@ -41,8 +41,10 @@
 /* A step of at most so many calls in its forward pass takes the time to refine each way to drop
  * results: a millisecond in all. */
 #define KOILA_COST_SMALL_STEP 32
-/* Above so many calls by moves, fewer of them move at a time. */
-#define KOILA_COST_MOVES 4096
+/* One of more than so many is refined for the budget alone, unless nothing fits. */
+#define KOILA_COST_LARGE_STEP 64
+/* Above so many calls by moves, more of them move at a time. */
+#define KOILA_COST_MOVES 2048
 
 /* What calling an operator takes whatever its operands, in bytes moved meanwhile: 9 us at 10 GB/s.
  * Measured on a CPU core (torch 2.13): the time of a step in slices of 64 tokens, less that in

@@ -2,10 +2,10 @@
  *
  * Segments are coarse: they drop more than a budget asks for, and miss single results that do.
  * A path begins where segments end (or where all is dropped, or nothing) and moves one call, or one
- * group of calls in a large step, at a time: the one that saves the most work for the bytes that it
- * adds. Every choice on the way is a plan that may be taken, and none depends on the budget: so a
- * larger budget has all choices of a smaller one, and never more work. In large steps there are few
- * paths, and choices that fill the budget beside them.
+ * group of calls in a larger step, at a time: the one that saves the most work for the bytes that
+ * it adds. Every choice on the way is a plan that may be taken, and none depends on the budget: so
+ * a larger budget has all choices of a smaller one, and never more work. In large steps that takes
+ * too long: there, choices fill the budget that is asked for.
  *
  * Bytes are those of the gauge, not the highest moment alone: of two results that are both held
  * there, or at two moments that are as high, dropping one changes nothing yet.
@@ -20,8 +20,8 @@
 
 /* Moves that are looked at anew before the best one of those is taken. */
 enum { MOST_LOOKS = 4 };
-/* Groups of KOILA__FILLS. */
-enum { FILLED_GROUPS = 16 };
+/* Groups of KOILA__FILLS: fewer than this power of two. */
+enum { FILLED_GROUPS = 32 };
 
 /* What a move is worth. */
 typedef struct worth {
@@ -49,9 +49,15 @@ typedef struct walk {
     koila__path *path;
 } walk;
 
-static bool is_less_work(const koila__outline *o, uint32_t a, uint32_t b)
+/* Does maker b come first? Work; of KOILA__FILLS, work by bytes. */
+static bool comes_behind(const walk *w, uint32_t a, uint32_t b)
 {
-    return koila__outline_maker_work(o, a) < koila__outline_maker_work(o, b);
+    const double work_a = koila__outline_maker_work(w->o, a);
+    const double work_b = koila__outline_maker_work(w->o, b);
+    if (w->direction != KOILA__FILLS)
+        return work_a < work_b;
+    return work_a * (double)koila__outline_maker_bytes(w->o, b) <
+           work_b * (double)koila__outline_maker_bytes(w->o, a);
 }
 
 /* Sorts the makers, those of the most work first. A shell sort: there may be thousands. */
@@ -61,7 +67,7 @@ static void sort_makers(walk *w)
         for (uint32_t i = gap; i < w->n_makers; i++) {
             const uint32_t k = w->makers[i];
             uint32_t at = i;
-            for (; at >= gap && is_less_work(w->o, w->makers[at - gap], k); at -= gap)
+            for (; at >= gap && comes_behind(w, w->makers[at - gap], k); at -= gap)
                 w->makers[at] = w->makers[at - gap];
             w->makers[at] = k;
         }
@@ -148,15 +154,31 @@ static void walk_all(walk *w)
     }
 }
 
-/* Spares each group in turn, where that fits; the last choice is the path's only one. */
+/* May it fit with groups `from` .. `to` spared too? They stay so if it may. */
+static bool spare_if_it_fits(walk *w, uint32_t from, uint32_t to, uint64_t budget)
+{
+    for (uint32_t i = from; i < to; i++)
+        move(w, &w->groups[i], false);
+    koila__outline_choose_makers(w->o);
+    if (koila__outline_may_fit(w->o, budget))
+        return true;
+    for (uint32_t i = from; i < to; i++)
+        move(w, &w->groups[i], true);
+    return false;
+}
+
+/* Spares the first groups, as many as fit, then of the next ones those that do, fewer of them in a
+ * large step; the last choice is the path's only one. */
 static void fill(walk *w, uint64_t budget)
 {
     koila__path *p = w->path;
-    for (uint32_t i = 0; i < w->n_groups; i++) {
-        move(w, &w->groups[i], false);
-        if (look(w).gauge.bound > budget)
-            move(w, &w->groups[i], true);
-    }
+    const uint32_t n_more = 4 * KOILA_COST_MOVES / (koila__outline_n_makers(w->o) + 1);
+    uint32_t fit = 0;
+    for (uint32_t step = FILLED_GROUPS / 2; step; step /= 2)
+        if (fit + step <= w->n_groups && spare_if_it_fits(w, fit, fit + step, budget))
+            fit += step;
+    for (uint32_t i = fit + 1; i < w->n_groups && i <= fit + n_more; i++)
+        spare_if_it_fits(w, i, i + 1, budget);
     for (uint32_t i = 0; i < w->n_makers; i++)
         if (!w->is_spared[w->makers[i]])
             p->turn[w->makers[i]] = KOILA_NONE;
@@ -187,7 +209,7 @@ koila_status koila__path_make(koila__outline *o, koila__direction direction, uin
                               koila__arena *arena, koila__path *path)
 {
     const uint32_t n = koila__outline_n_makers(o);
-    const uint32_t n_groups = direction == KOILA__FILLS ? FILLED_GROUPS : most_groups(n);
+    const uint32_t n_groups = direction == KOILA__FILLS ? FILLED_GROUPS - 1 : most_groups(n);
     walk w = {
         .o = o, .direction = direction, .path = path, .is_spared = koila__outline_spared(o)
     };
