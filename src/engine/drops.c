@@ -13,23 +13,16 @@
 
 /* Finds the recorded node at which the step as it was recorded holds the most; KOILA_NONE: nothing
  * runs. What operators use inside does not count: in slices it is less. */
-koila_status koila__drop_turn(const koila__planning *q, koila_node *turn)
+koila_status koila__drop_turn(koila__planning *q, koila_node *turn)
 {
-    koila__way whole = { 0 };
+    const koila__way *whole;
     *turn = KOILA_NONE;
-    KOILA_TRY(koila__way_room(q, &whole));
-    KOILA_TRY(koila__way_place(q, koila__place_whole, whole.targets, &whole.placed));
-    koila__rows_for(q->graph, 1, whole.rows);
-    const koila_status status = koila__way_keep_all(q, &whole);
-    if (status == KOILA_OK) {
-        const koila__live_options live = { .rows = whole.rows };
-        const koila_node at =
-            koila__live_simulate(whole.placed, &whole.schedule, &live, NULL, NULL, NULL).peak_node;
-        *turn = at == KOILA_NONE ? at : whole.placed->node[at].recorded;
-        koila__schedule_deinit(&whole.schedule);
-    }
-    koila__placed_free(whole.placed);
-    return status;
+    KOILA_TRY(koila__way_whole(q, &whole));
+    const koila__live_options live = { .rows = whole->rows };
+    const koila_node at =
+        koila__live_simulate(whole->placed, &whole->schedule, &live, NULL, NULL, NULL).peak_node;
+    *turn = at == KOILA_NONE ? at : whole->placed->node[at].recorded;
+    return KOILA_OK;
 }
 
 /* The last node that comes from the recorded one, or from one before. */
@@ -242,26 +235,29 @@ static koila_status add_path_of_all(rungs *r, koila_node at, koila__direction di
                                                   : KOILA_OK;
 }
 
-/* Does a rung of r exist that may fit? */
-static bool any_may_fit(const rungs *r, uint64_t budget)
+/* No rung of r needs less. */
+static uint64_t least_of(const rungs *r)
 {
+    uint64_t least = UINT64_MAX;
     for (uint32_t i = 0; i < r->n; i++)
-        if (r->at[i].bound <= budget)
-            return true;
-    return false;
+        least = r->at[i].bound < least ? r->at[i].bound : least;
+    return least;
 }
 
 /* Choices beside those of the ladder, which are all that there are so far. In a small step all
- * paths; in a large one what fills the budget, and two paths where nothing else may fit. */
+ * paths; in a large one what fills the budget, and two paths where nothing else may fit. None where
+ * the budget is out of reach. */
 static koila_status add_choices(const koila__planning *q, rungs *r, koila_node at)
 {
     const uint64_t budget = q->options->budget_bytes;
     const uint32_t n_makers = koila__outline_n_makers(r->usual);
     const bool is_small = n_makers <= KOILA_COST_SMALL_STEP;
     const uint32_t n = r->n;
+    if (koila__outline_is_hopeless(r->usual, least_of(r), budget))
+        return KOILA_OK;
     if (!is_small)
         KOILA_TRY(add_fills(q, r, at));
-    if (n_makers > KOILA_COST_LARGE_STEP && any_may_fit(r, budget))
+    if (n_makers > KOILA_COST_LARGE_STEP && least_of(r) <= budget)
         return KOILA_OK;
     for (uint32_t i = 0; i < (is_small ? n : n > 0); i++)
         KOILA_TRY(add_path_of_rung(r, at, i));
@@ -404,8 +400,13 @@ static koila_status climb(const koila__planning *q, const koila__way *base, rung
     for (; x && is_less(x->work, best); x = least_work(r, q->options->budget_bytes))
         KOILA_TRY(try_rung(q, base, r, x, best));
     x = best->accepted ? NULL : least_bound(r);
-    for (; x && (!best->placed || x->bound < best->peak); x = least_bound(r))
+    for (; x && (!best->placed || x->bound < best->peak); x = least_bound(r)) {
+        const bool is_hopeless =
+            koila__outline_is_hopeless(r->usual, x->bound, q->options->budget_bytes);
         KOILA_TRY(try_rung(q, base, r, x, best));
+        if (is_hopeless) /* for the error, one of them will do */
+            break;
+    }
     return KOILA_OK;
 }
 
@@ -425,17 +426,24 @@ static koila_status drop_of(const koila__planning *q, const koila__way *base, ko
     return status;
 }
 
-/* The step placed by `how`, in n_slices slices of one loop or whole, with results dropped. */
-koila_status koila__drop_in_slices(const koila__planning *q, koila__place_fn how, int64_t n_slices,
-                                   koila__way *best)
+/* The step whole, with results dropped. */
+koila_status koila__drop_whole(koila__planning *q, koila__way *best)
+{
+    const koila__way *whole;
+    KOILA_TRY(koila__way_whole(q, &whole));
+    return drop_of(q, whole, best);
+}
+
+/* The step in the most slices, of few loops, with results dropped. */
+koila_status koila__drop_in_slices(const koila__planning *q, koila__way *best)
 {
     koila__way base = { 0 };
     KOILA_TRY(koila__way_room(q, &base));
-    KOILA_TRY(koila__way_place(q, how, base.targets, &base.placed));
+    KOILA_TRY(koila__way_place(q, koila__place, base.targets, &base.placed));
     if (q->options->rows > 0)
         koila__rows_as_forced(q->graph, q->options, base.rows);
     else
-        koila__rows_for(q->graph, n_slices, base.rows);
+        koila__rows_for(q->graph, q->largest_axis, base.rows);
     koila_status status = koila__way_keep_all(q, &base);
     if (status != KOILA_OK) {
         koila__placed_free(base.placed);
@@ -543,8 +551,10 @@ static koila_status climb_along(koila__planning *q, const koila__way *way, rungs
         KOILA_TRY(try_along(q, way, &r->at[i], best, &is_better));
         n_worse = is_better || !best->placed ? 0 : n_worse + 1;
         taken = is_better ? &r->at[i] : taken;
+        if (is_better && koila__outline_is_hopeless(r->usual, best->peak, q->options->budget_bytes))
+            i++; /* the next one leaves a little less */
     }
-    if (taken && !koila__way_fits(q, best) && !koila__way_fits(q, way)) {
+    if (taken && !koila__way_fits(q, best)) {
         taken->how.apart = true;
         KOILA_TRY(try_along(q, way, taken, best, &is_better));
     }

@@ -7,14 +7,14 @@
 
 /* Finds the recorded node at which the step as it was recorded holds the most; KOILA_NONE: nothing
  * runs. */
-koila_status koila__drop_turn(const koila__planning *q, koila_node *turn);
+koila_status koila__drop_turn(koila__planning *q, koila_node *turn);
 /* `way`, along another axis, needs too much, or much time. With results dropped it becomes the one
  * of the least time that fits, else that of the least peak; turn: koila__drop_turn(). */
 koila_status koila__drop_along(koila__planning *q, koila_node turn, koila__way *way);
-/* The step placed by `how`, in n_slices slices of one loop or whole, with results dropped: *best
- * becomes that way where it is better. */
-koila_status koila__drop_in_slices(const koila__planning *q, koila__place_fn how, int64_t n_slices,
-                                   koila__way *best);
+/* The step whole, with results dropped: *best becomes that way where it is better. */
+koila_status koila__drop_whole(koila__planning *q, koila__way *best);
+/* The same in the most slices of rows, of few loops. */
+koila_status koila__drop_in_slices(const koila__planning *q, koila__way *best);
 /* The same of the step placed along another axis, whose slices are calls of their own. */
 koila_status koila__drop_unrolled(const koila__planning *q, const koila__placed *along,
                                   const koila_value *targets, uint32_t n_slices, koila__way *best);

@@ -78,6 +78,7 @@ struct koila__outline {
     uint64_t *workspace; /* [node]; NULL: none */
     uint16_t last_axis;  /* of the loop that is counted, which is the last */
     uint64_t collected;  /* bytes that are there from its second slice on */
+    uint64_t results;    /* bytes */
 
     uint64_t *held, *crossing; /* [node up to at] bytes for the backward pass; see weigh() */
     uint64_t all_held;
@@ -427,6 +428,7 @@ static void hold_targets(koila__outline *o, const koila_value *targets, uint32_t
         if (n == KOILA_NONE || o->g->values.at[v].meta == KOILA_NONE || seen[root])
             continue;
         seen[root] = true;
+        o->results += koila__adds_on(o->p, v) ? 0 : koila__value_meta(o->g, v)->n_bytes;
         if (has_second_slice(o) && o->p->node[n].in_loop && !koila__adds_on(o->p, v))
             o->collected += beyond_walk(o, root, koila__value_meta(o->g, v)->n_bytes);
     }
@@ -887,6 +889,13 @@ bool koila__outline_may_fit(koila__outline *o, uint64_t n_bytes)
     moments m = { .limit = n_bytes };
     walk(o, &m);
     return m.peak <= n_bytes;
+}
+
+bool koila__outline_is_hopeless(const koila__outline *o, uint64_t bound, uint64_t budget)
+{
+    if (bound <= budget)
+        return false;
+    return budget <= o->results || (bound - o->results) / KOILA_COST_HOPELESS > budget - o->results;
 }
 
 koila__gauge koila__outline_gauge(koila__outline *o)

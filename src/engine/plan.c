@@ -30,10 +30,12 @@
 static koila_status plan_whole(koila__planning *q, bool *fits)
 {
     koila_plan *p = q->plan;
-    KOILA_TRY(koila__way_place(q, koila__place_whole, p->targets, &p->placed));
-    KOILA_TRY(koila__schedule_init(&p->schedule, p->placed, p->targets, q->n_targets,
-                                   (koila__keep){ .horizon = UINT32_MAX }, q->mem, q->err));
-    koila__rows_for(q->graph, 1, p->rows);
+    const koila__way *whole;
+    KOILA_TRY(koila__way_whole(q, &whole));
+    p->placed = whole->placed;
+    p->schedule = whole->schedule;
+    p->targets = whole->targets;
+    p->rows = whole->rows;
     const uint64_t peak =
         koila__plan_peak(p->placed, &p->schedule, q->options, p->rows, q->options->budget_bytes);
     q->whole_fits = peak <= q->options->budget_bytes;
@@ -112,9 +114,11 @@ static koila_status try_pieces(koila__planning *q, koila__way *best)
 static void adopt(koila__planning *q, const koila__way *way)
 {
     koila_plan *p = q->plan;
-    koila__placed_free(p->placed);
-    koila__both_free(&p->schedule);
-    koila__schedule_deinit(&p->schedule);
+    if (p->placed != q->whole.placed) {
+        koila__placed_free(p->placed);
+        koila__both_free(&p->schedule);
+        koila__schedule_deinit(&p->schedule);
+    }
     p->placed = way->placed;
     p->schedule = way->schedule;
     p->targets = way->targets;
@@ -205,10 +209,10 @@ static koila_status choose_way(koila__planning *q)
 
 /* ---- other axes */
 
-/* Does the way take more time than computing the forward pass again? */
-static bool is_costly(const koila__way *way)
+/* Does the way take more than so many times the time of the step as recorded? */
+static bool is_slower(const koila__way *way, double times)
 {
-    return koila__way_time(way) > KOILA_COST_FORWARD_AGAIN * koila__recorded_time(&way->schedule);
+    return koila__way_time(way) > times * koila__recorded_time(&way->schedule);
 }
 
 /* The plan so far, seen as a way: it borrows everything. */
@@ -324,7 +328,7 @@ static koila_status drop_along_axes(koila__planning *q)
         koila__tried *t = &q->tried[i];
         koila_plan_options options;
         koila__planning along = planning_along(q, t, &options);
-        if (!koila__way_fits(q, &t->way) || is_costly(&t->way))
+        if (!koila__way_fits(q, &t->way) || is_slower(&t->way, KOILA_COST_FORWARD_AGAIN))
             KOILA_TRY(koila__drop_along(&along, turn, &t->way));
         note_least(q, t);
         if (is_cheap(q, t))
@@ -370,7 +374,23 @@ static koila_status take_other_axis(koila__planning *q)
     q->unit = best->axis.size / best->axis.rows;
     adopt(q, &best->way);
     best->way.placed = NULL; /* the plan's now */
-    return koila__plan_describe(q->plan, q->options);
+    q->taken = best;
+    q->plan->info.peak_bytes = best->way.peak;
+    q->is_bare = koila__way_fits(q, &best->way); /* then another may still be better */
+    return q->is_bare ? KOILA_OK : koila__plan_describe(q->plan, q->options);
+}
+
+/* The way along another axis that the plan is becomes one of those that were tried again. The plan
+ * has none until one of them is taken, and one is: it fits. */
+static void give_back(koila__planning *q)
+{
+    koila_plan *p = q->plan;
+    koila_assert(q->dim != KOILA_NONE && q->taken && !q->taken->way.placed);
+    q->taken->way = way_of(q);
+    p->placed = NULL;
+    p->schedule = (koila__schedule){ 0 };
+    p->info.peak_bytes = UINT64_MAX;
+    q->accepted = false;
 }
 
 static koila_status plan_other_axis(koila__planning *q)
@@ -435,11 +455,20 @@ static bool is_better_recomputed(const koila__planning *q, const koila__way *way
     return way->accepted && koila__way_time(way) < time_so_far(q);
 }
 
-/* Is another axis cut at more time than computing the forward pass again takes? */
-static bool is_costly_axis(const koila__planning *q)
+/* Is another axis cut, at more than so many times the time of the step as recorded? */
+static bool is_slower_axis(const koila__planning *q, double times)
 {
     const koila__way now = way_of(q);
-    return (q->dim != KOILA_NONE || q->plan->info.n_inner) && is_costly(&now);
+    return (q->dim != KOILA_NONE || q->plan->info.n_inner) && is_slower(&now, times);
+}
+
+/* Are results dropped in any case, or compared with the plan so far? */
+static bool asks_to_recompute(const koila__planning *q)
+{
+    const bool is_free = q->options->axes == KOILA_AXES_ANY && q->options->rows <= 0;
+    return q->options->recomputes &&
+           (rows_do_not_fit(q) ||
+            is_slower_axis(q, is_free ? KOILA_COST_COMPARED : KOILA_COST_FORWARD_AGAIN));
 }
 
 /* Along one other axis, or two of different leaves, in slices without loops: *best becomes that way
@@ -488,9 +517,9 @@ static koila_status plan_recomputed(koila__planning *q)
     koila__way best = { 0 };
     koila_status status = KOILA_OK;
     if (q->largest_axis > 1 && !q->is_empty)
-        status = koila__drop_in_slices(q, koila__place, q->largest_axis, &best);
+        status = koila__drop_in_slices(q, &best);
     if (status == KOILA_OK && !best.accepted && q->options->rows <= 0)
-        status = koila__drop_in_slices(q, koila__place_whole, 1, &best);
+        status = koila__drop_whole(q, &best);
     if (status == KOILA_OK && !best.accepted && rows_do_not_fit(q) &&
         q->options->axes == KOILA_AXES_ANY)
         status = plan_unrolled(q, &best);
@@ -501,6 +530,7 @@ static koila_status plan_recomputed(koila__planning *q)
     q->dim = KOILA_NONE;
     q->unit = 1;
     adopt(q, &best);
+    q->is_bare = false;
     return koila__plan_describe(p, q->options);
 }
 
@@ -510,7 +540,8 @@ static koila_status plan_cheaper_axis(koila__planning *q)
 {
     if (q->plan->info.n_again) /* they are dropped already */
         return KOILA_OK;
-    KOILA_TRY(try_axes(q));
+    if (q->dim != KOILA_NONE)
+        give_back(q);
     KOILA_TRY(drop_along_axes(q));
     return take_other_axis(q);
 }
@@ -585,10 +616,13 @@ static koila_status make_plan(koila__planning *q)
     p->n_targets = q->n_targets;
     KOILA_TRY(check_targets(q));
     KOILA_TRY(plan_axes(q));
-    if (o->recomputes && (rows_do_not_fit(q) || is_costly_axis(q)))
+    if (asks_to_recompute(q))
         KOILA_TRY(plan_recomputed(q));
-    if (o->recomputes && o->axes == KOILA_AXES_ANY && !rows_do_not_fit(q) && is_costly_axis(q))
+    if (o->recomputes && o->axes == KOILA_AXES_ANY && !rows_do_not_fit(q) &&
+        is_slower_axis(q, KOILA_COST_FORWARD_AGAIN))
         KOILA_TRY(plan_cheaper_axis(q));
+    if (q->is_bare)
+        KOILA_TRY(koila__plan_describe(p, o));
     p->info.has_other_axes = koila__axes_any(q->graph);
     koila_check(koila_plan_check(p, NULL));
     if (p->info.peak_bytes <= o->budget_bytes)
@@ -634,6 +668,8 @@ koila_status koila__plan_row(const koila_graph *graph, const koila_value *target
         if (least)
             *least = least_of(&q);
         forget_tried(&q);
+        if (q.whole.placed != p->placed)
+            koila__way_free(&q.whole);
     }
     if (status == KOILA_NO_MEMORY)
         koila__fail(err, status, 0, "plan: %s", koila_status_text(status));

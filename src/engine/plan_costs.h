@@ -46,11 +46,19 @@
 /* Above so many calls by moves, more of them move at a time. */
 #define KOILA_COST_MOVES 2048
 
+/* What is bound to need so many times what is free beside the results of the step is not refined,
+ * nor all of it tried. */
+#define KOILA_COST_HOPELESS 2
+
 /* What calling an operator takes whatever its operands, in bytes moved meanwhile: 9 us at 10 GB/s.
  * Measured on a CPU core (torch 2.13): the time of a step in slices of 64 tokens, less that in
  * slices of 512, by the calls that it makes more. A GPU moves more meanwhile, so there thin slices
  * are worse than this says. */
 #define KOILA_COST_BYTES_PER_CALL 90000.0
+
+/* A way along another axis that takes at most so many times the time of the step as recorded is not
+ * compared with dropping results: finding those takes the time of planning once more. */
+#define KOILA_COST_COMPARED 1.05
 
 /* A step whose forward pass is computed twice: the backward pass is about twice as much work. */
 #define KOILA_COST_FORWARD_AGAIN 1.33

@@ -250,6 +250,23 @@ koila_status koila__way_keep_all(const koila__planning *q, koila__way *s)
                                 (koila__keep){ .horizon = UINT32_MAX }, q->mem, q->err);
 }
 
+koila_status koila__way_whole(koila__planning *q, const koila__way **out)
+{
+    koila__way w = { 0 };
+    *out = &q->whole;
+    if (q->whole.placed)
+        return KOILA_OK;
+    KOILA_TRY(koila__way_room(q, &w));
+    KOILA_TRY(koila__way_place(q, koila__place_whole, w.targets, &w.placed));
+    koila__rows_for(q->graph, 1, w.rows);
+    const koila_status status = koila__way_keep_all(q, &w);
+    if (status == KOILA_OK)
+        q->whole = w;
+    else
+        koila__placed_free(w.placed);
+    return status;
+}
+
 /* Schedules s, which is_bound. */
 koila_status koila__way_build(const koila__planning *q, koila__way *s)
 {

@@ -6,6 +6,20 @@
 
 typedef struct koila__tried koila__tried;
 
+/* A way to run the step in slices. */
+typedef struct koila__way {
+    koila__placed *placed;
+    koila__schedule schedule;
+    koila_value *targets;
+    int64_t *rows; /* [axes] */
+    uint64_t peak;
+    bool accepted;
+    uint64_t bound; /* no policy that was tried needs less; 0: not known */
+    /* it does not fit and is not scheduled: `peak` is its bound, which is that of `keep` */
+    bool is_bound;
+    koila__keep keep;
+} koila__way;
+
 /* The state that the parts of koila_plan_new() share. */
 typedef struct koila__planning {
     const koila_graph *graph;
@@ -26,25 +40,14 @@ typedef struct koila__planning {
     koila__least other, both;
     koila__tried *tried; /* [n_tried] other axes, in plan.c */
     uint32_t n_tried;
-    bool is_lazy; /* what cannot fit is not scheduled: koila__way.is_bound */
+    koila__tried *taken; /* the one that the plan is, if it is one */
+    koila__way whole; /* koila__way_whole(); the plan's until another one is adopted, or its own */
+    bool is_bare;     /* the plan is not described yet */
+    bool is_lazy;     /* what cannot fit is not scheduled: koila__way.is_bound */
 } koila__planning;
 
 typedef koila_status (*koila__place_fn)(const koila_graph *, const koila_value *, uint32_t,
                                         const koila_allocator *, koila__placed **, koila_error *);
-
-/* A way to run the step in slices. */
-typedef struct koila__way {
-    koila__placed *placed;
-    koila__schedule schedule;
-    koila_value *targets;
-    int64_t *rows; /* [axes] */
-    uint64_t peak;
-    bool accepted;
-    uint64_t bound; /* no policy that was tried needs less; 0: not known */
-    /* it does not fit and is not scheduled: `peak` is its bound, which is that of `keep` */
-    bool is_bound;
-    koila__keep keep;
-} koila__way;
 
 /* Room for the targets and rows of *w, in the plan's arena. Expected: NO_MEMORY. */
 koila_status koila__way_room(const koila__planning *q, koila__way *w);
@@ -54,6 +57,9 @@ koila_status koila__way_place(const koila__planning *q, koila__place_fn how, koi
                               koila__placed **out);
 /* Schedules w->placed, keeping all. */
 koila_status koila__way_keep_all(const koila__planning *q, koila__way *w);
+/* The step as it was recorded, in one slice, made once: *out is q's. Expected: as
+ * koila__schedule_init(). */
+koila_status koila__way_whole(koila__planning *q, const koila__way **out);
 /* Schedules w, which is_bound: its peak is exact then. Expected: as koila__schedule_init(). */
 koila_status koila__way_build(const koila__planning *q, koila__way *w);
 /* The node that runs at the peak of w in w->rows, or KOILA_NONE. */
