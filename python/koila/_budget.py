@@ -307,27 +307,30 @@ class micro_batch(_Setting):
     """Cut the batch into slices of `size` rows (the last may be smaller).
 
     Args:
-        size: rows; `None`: the fewest slices that fit (the default); `"fastest"`: the fastest of
-            the sizes that fit, found in the first steps.
+        size: rows; `None` (the default): the fewest slices that fit. Training steps that are cut
+            and repeat try smaller sizes after a while, each in a few steps, and keep one that is
+            clearly faster. Which one depends on the clock, and the last bits of float32 sums depend
+            on the size: under `torch.use_deterministic_algorithms(True)` none is tried.
+            `"fewest"`: no other size is tried; the environment variable `KOILA_TUNE=0` does the
+            same wherever `None` holds. `"fastest"`: sizes are tried from the second step on, also
+            of a step that fits whole.
 
     Raises:
         ValueError: anything else.
     """
 
-    def __init__(self, size: int | Literal["fastest"] | None) -> None:
+    def __init__(self, size: int | Literal["fewest", "fastest"] | None) -> None:
         super().__init__()
-        whole = isinstance(size, int) and not isinstance(size, bool)
-        if not (size is None or size == "fastest" or (whole and size >= 1)):
-            meant = did_you_mean(size, ["fastest"])
-            raise ValueError(
-                f'micro_batch({size!r}): expected at least 1 row, None or "fastest", got {size!r}'
-                f"{meant}"
-            )
+        rows = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+        if not (rows or size is None or size in ("fewest", "fastest")):
+            expected = 'at least 1 row, None, "fewest" or "fastest"'
+            raise _refuse(size, expected, f"micro_batch({size!r})", ["fewest", "fastest"])
         self._size = size
 
     def _settings(self) -> dict[str, Any]:
-        fastest = self._size == "fastest"
-        return {"micro_batch": None if fastest else self._size, "fastest": fastest}
+        if isinstance(self._size, str):
+            return {"micro_batch": None, "slices": self._size}
+        return {"micro_batch": self._size, "slices": "auto"}
 
 
 class axes(_Setting):
@@ -423,7 +426,7 @@ def _rows_of(text: str) -> int:
 
 def from_environment() -> None:
     """KOILA_BUDGET, KOILA_MICRO_BATCH and KOILA_STEP_ASIDE: as `set_budget()`, `micro_batch()` and
-    `step_aside()`, in all threads."""
+    `step_aside()`, in all threads. KOILA_TUNE=0: `micro_batch(None)` is `micro_batch("fewest")`."""
     aside = os.environ.get("KOILA_STEP_ASIDE", "").strip()
     if aside not in ("", "0", "1"):
         raise _refuse(aside, "0 or 1", f"KOILA_STEP_ASIDE={aside}")
@@ -436,8 +439,15 @@ def from_environment() -> None:
         _doubt(asked, call)
         if not OFF:
             _core.configure_process(**amounts)
+    tune = os.environ.get("KOILA_TUNE", "").strip()
+    if tune not in ("", "0", "1"):
+        raise _refuse(tune, "0 or 1", f"KOILA_TUNE={tune}")
+    if tune == "0" and not OFF:
+        _core.configure_process(slices="fewest")
     text = os.environ.get("KOILA_MICRO_BATCH", "").strip()
     if text:
         rows = _rows_of(text)
         if not OFF:
-            _core.configure_process_rows(rows, rows == 0)
+            _core.configure_process_rows(rows)
+        if not (OFF or rows):
+            _core.configure_process(slices="fastest")

@@ -143,7 +143,7 @@ def _learned(
     kinds = [ROWS if _core.is_lazy(t) and t.dim() and len(t) == n_rows else WHOLE for t in tensors]
     _here.learning = True
     open_step = _core.swap_open(None)
-    before = _core.configure(dry=True, strict=False, fastest=False)
+    before = _core.configure(dry=True, strict=False, slices="fewest")
     try:
         _core.configure(budget=None, micro_batch=1)
         small, large = (_recorded(function, rebuild, tensors, kinds, n) for n in _SIZES)

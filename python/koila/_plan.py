@@ -138,6 +138,8 @@ class Plan:
 
     Attributes:
         batch, micro_batch, n_micro_batches: rows in all, rows of a slice, slices.
+        n_fewest: the fewest slices that fit. More were run where they are faster, or to see whether
+            they are (`micro_batch(None)`, `micro_batch("fastest")`).
         axis: the `Axis` that was cut where no number of rows fitted: each slice has all rows then,
             or one row if `n_micro_batches` is not 1. `None`: rows were cut, or nothing.
         predicted_peak_bytes, measured_peak_bytes: all bytes that torch holds at the peak; measured
@@ -175,6 +177,7 @@ class Plan:
     batch: int
     micro_batch: int
     n_micro_batches: int
+    n_fewest: int
     predicted_peak_bytes: int
     measured_peak_bytes: int | None
     base_bytes: int
@@ -250,10 +253,13 @@ class Plan:
         return text
 
     def _batch(self) -> str:
-        if not self.n_aside:
-            return cut_in_words(self)
-        since = "1 step" if self.n_aside == 1 else f"{self.n_aside:,} steps"
-        return f"{cut_in_words(self)}; stepped aside, plain PyTorch since {since}"
+        cut = cut_in_words(self)
+        if self.n_fewest < self.n_micro_batches:
+            cut += f"; {self.n_fewest} would fit, more for speed"
+        if self.n_aside:
+            since = "1 step" if self.n_aside == 1 else f"{self.n_aside:,} steps"
+            cut += f"; stepped aside, plain PyTorch since {since}"
+        return cut
 
     def _head(self) -> list[tuple[str, str]]:
         table = [("batch", self._batch()), *self._peaks(), *self._work()]

@@ -120,7 +120,7 @@ def plan(
     if budget is not None:
         user_budget = _bytes(budget, torch.device("cpu"), f"plan(budget={budget!r})", here=False)
     inputs = tree_map(_plain_input, inputs)
-    before = _core.configure(dry=True, strict=False, fastest=False)
+    before = _core.configure(dry=True, strict=False, slices="fewest")
     open_step = _core.swap_open(None)
     try:
         _core.configure(budget=user_budget, micro_batch=micro_batch)

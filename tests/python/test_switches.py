@@ -82,12 +82,20 @@ def test_the_rows_of_the_environment_hold_in_all_threads_wherever_none_are_enter
     assert out.split() == ["3", "5", "8", "3", "8", "3"]
 
 
-def test_the_environment_asks_for_the_fastest_size():
-    env = {"KOILA_MICRO_BATCH": "fastest"}
-    code = "import koila\nprint(koila._core.configure()['fastest'])"
-    assert run_python(code, env=env).split() == ["True"]
-    code = "import koila\nwith koila.micro_batch(3): print(koila._core.configure()['fastest'])"
-    assert run_python(code, env=env).split() == ["False"]
+def test_the_environment_asks_for_the_fastest_size_wherever_no_other_is_entered():
+    out = run_python(
+        STEP
+        + """
+    def is_tried():
+        return any(step(64) < 64 for _ in range(12))
+    print(is_tried())
+    for size in (64, None, "fewest"):
+        with koila.micro_batch(size):
+            print(is_tried())
+    """,
+        env={"KOILA_MICRO_BATCH": "fastest"},
+    )
+    assert out.split() == ["True", "False", "False", "False"]
 
 
 @pytest.mark.parametrize(

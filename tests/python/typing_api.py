@@ -47,6 +47,7 @@ def settings(device: torch.device) -> None:
         pass
     with koila.step_aside(False):
         pass
+    koila.micro_batch("fewest")
     koila.micro_batch("slowest")  # type: ignore[arg-type]
     koila.micro_batch(1.5)  # type: ignore[arg-type]
     koila.step_aside(0)  # type: ignore[arg-type]
@@ -69,6 +70,7 @@ def plans(step: Any, loss: torch.Tensor) -> None:
     assert_type(asked, list[str])
     p = assert_type(koila.explain(loss), koila.Plan)
     assert_type(p.predicted_peak_bytes, int)
+    assert_type(p.n_fewest, int)
     assert_type(p.measured_peak_bytes, int | None)
     assert_type(
         [(g.operator, g.shape, g.n_bytes) for g in p.gathers],

@@ -149,6 +149,7 @@ static void context_dealloc(koila__context *c)
         c->past_free(c->past);
     if (c->aside)
         c->aside_free(c->aside);
+    PyMem_Free(c->tunings);
     PyObject_Free(c);
 }
 

@@ -29,6 +29,7 @@ typedef struct koila__context {
     /* the same, of run/aside.c: the steps that torch may do alone */
     struct koila__aside *aside;
     void (*aside_free)(struct koila__aside *aside);
+    struct koila__tunings *tunings; /* owned: of run/tuning.c; NULL: none yet */
 } koila__context;
 
 /* Borrowed: that of the running code. NULL without an exception: it never used koila. */

@@ -1,10 +1,11 @@
 /* settings.c — see settings.h.
  *
- *   configure(*, micro_batch, budget, cpu_budget, resident, strict, fastest, dry, own_budget,
+ *   configure(*, micro_batch, budget, cpu_budget, resident, strict, slices, dry, own_budget,
  *             own_micro_batch, axes, host_memory, step_aside) ->
  *       the settings before, as a dict for configure(**dict); only the given settings change
- *   configure_process(*, budget, cpu_budget, resident): where no budget is entered
- *   configure_process_rows(micro_batch, fastest): where no micro_batch is entered
+ *   configure_process(*, budget, cpu_budget, resident, slices): where none is set here; only what
+ *       is given changes
+ *   configure_process_rows(micro_batch): where no micro_batch is entered
  *   configure_step_aside(bool): where no step_aside() is entered
  *
  * A context variable holds an object that never changes, so that a copied context keeps what was
@@ -44,15 +45,16 @@ static koila__settings own(void)
 koila__settings koila__settings_now(void)
 {
     koila__settings s = own();
+    if (!s.own_rows && !s.dry && !s.rows && s.slices == KOILA__SLICES_AUTO)
+        s.rows = process.rows;
+    /* micro_batch(None) is the automatic choice, whatever the process has, but KOILA_TUNE=0 holds */
+    if (s.slices == KOILA__SLICES_AUTO && (!s.own_rows || process.slices == KOILA__SLICES_FEWEST))
+        s.slices = process.slices;
     if (!s.own_budget && !s.dry) {
         s.has_budget = process.has_budget;
         s.budget = process.budget;
         s.cpu_budget = process.cpu_budget;
         s.resident = process.resident;
-    }
-    if (!s.own_rows && !s.dry && !s.rows && !s.fastest) {
-        s.rows = process.rows;
-        s.fastest = process.fastest;
     }
     if (s.aside == KOILA__ASIDE_NOT_SAID)
         s.aside = process.aside;
@@ -91,6 +93,7 @@ static PyObject *number_or_none(bool is_number, uint64_t n)
 }
 
 static const char *const axes_names[] = { "any", "batch", "other", "both" };
+static const char *const slices_names[] = { "auto", "fewest", "fastest" };
 
 static PyObject *truth(bool on) { return Py_NewRef(on ? Py_True : Py_False); }
 
@@ -102,14 +105,15 @@ static PyObject *truth_or_none(int aside)
 static PyObject *settings_dict(void)
 {
     const koila__settings s = koila__settings_now();
-    return Py_BuildValue(
-        "{s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N}", "micro_batch",
-        number_or_none(s.rows, (uint64_t)s.rows), "budget", number_or_none(s.has_budget, s.budget),
-        "cpu_budget", number_or_none(s.cpu_budget != UINT64_MAX, s.cpu_budget), "resident",
-        truth(s.resident), "strict", truth(s.strict), "fastest", truth(s.fastest), "dry",
-        truth(s.dry), "own_budget", truth(s.own_budget), "own_micro_batch", truth(s.own_rows),
-        "axes", PyUnicode_FromString(axes_names[s.axes]), "host_memory", truth(!s.no_host),
-        "step_aside", truth_or_none(own().aside));
+    return Py_BuildValue("{s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N}", "micro_batch",
+                         number_or_none(s.rows, (uint64_t)s.rows), "budget",
+                         number_or_none(s.has_budget, s.budget), "cpu_budget",
+                         number_or_none(s.cpu_budget != UINT64_MAX, s.cpu_budget), "resident",
+                         truth(s.resident), "strict", truth(s.strict), "slices",
+                         PyUnicode_FromString(slices_names[own().slices]), "dry", truth(s.dry),
+                         "own_budget", truth(s.own_budget), "own_micro_batch", truth(s.own_rows),
+                         "axes", PyUnicode_FromString(axes_names[s.axes]), "host_memory",
+                         truth(!s.no_host), "step_aside", truth_or_none(own().aside));
 }
 
 /* Reads `o`, a number or None for no limit. NULL: not given, so `otherwise`. */
@@ -145,6 +149,17 @@ static void set_axes(koila__settings *s, PyObject *axes)
     PyErr_SetString(PyExc_ValueError, "axes must be \"any\", \"batch\", \"other\" or \"both\"");
 }
 
+static void set_slices(koila__settings *s, PyObject *slices)
+{
+    for (int i = KOILA__SLICES_AUTO; i <= KOILA__SLICES_FASTEST; i++)
+        if (PyUnicode_Check(slices) &&
+            PyUnicode_CompareWithASCIIString(slices, slices_names[i]) == 0) {
+            s->slices = i;
+            return;
+        }
+    PyErr_SetString(PyExc_ValueError, "slices must be \"auto\", \"fewest\" or \"fastest\"");
+}
+
 static void set_budget(koila__settings *s, PyObject *budget, PyObject *cpu_budget,
                        PyObject *resident)
 {
@@ -174,15 +189,15 @@ static int store(koila__settings s)
 static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
 {
     static char *names[] = {
-        "micro_batch", "budget", "cpu_budget",  "resident",        "strict",     "fastest", "dry",
+        "micro_batch", "budget", "cpu_budget",  "resident",        "strict",     "slices", "dry",
         "own_budget",  "axes",   "host_memory", "own_micro_batch", "step_aside", NULL
     };
     PyObject *rows = NULL, *budget = NULL, *cpu_budget = NULL, *resident = NULL;
-    PyObject *strict = NULL, *fastest = NULL, *dry = NULL, *own_budget = NULL, *axes = NULL;
+    PyObject *strict = NULL, *slices = NULL, *dry = NULL, *own_budget = NULL, *axes = NULL;
     PyObject *host = NULL, *own_rows = NULL, *aside = NULL;
     (void)self;
     if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOOOOOOOOO:configure", names, &rows, &budget,
-                                     &cpu_budget, &resident, &strict, &fastest, &dry, &own_budget,
+                                     &cpu_budget, &resident, &strict, &slices, &dry, &own_budget,
                                      &axes, &host, &own_rows, &aside))
         return NULL;
     koila__settings s = own();
@@ -194,6 +209,8 @@ static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
     }
     if (axes)
         set_axes(&s, axes);
+    if (slices)
+        set_slices(&s, slices);
     if (host)
         s.no_host = PyObject_IsTrue(host) != 1;
     if (!PyErr_Occurred() && s.rows < 0)
@@ -205,7 +222,6 @@ static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
         return before;
     set_switch(&s.dry, dry);
     set_switch(&s.strict, strict);
-    set_switch(&s.fastest, fastest);
     set_switch(&s.own_budget, own_budget);
     set_switch(&s.own_rows, own_rows);
     set_aside(&s, aside);
@@ -220,16 +236,17 @@ static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
 
 static PyObject *py_configure_process(PyObject *self, PyObject *args, PyObject *kw)
 {
-    static char *names[] = { "budget", "cpu_budget", "resident", NULL };
-    PyObject *budget = NULL, *cpu_budget = NULL, *resident = NULL;
+    static char *names[] = { "budget", "cpu_budget", "resident", "slices", NULL };
+    PyObject *budget = NULL, *cpu_budget = NULL, *resident = NULL, *slices = NULL;
     (void)self;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOO:configure_process", names, &budget,
-                                     &cpu_budget, &resident))
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOO:configure_process", names, &budget,
+                                     &cpu_budget, &resident, &slices))
         return NULL;
-    if (!budget)
-        budget = Py_None;
     koila__settings s = process;
-    set_budget(&s, budget, cpu_budget, resident);
+    if (budget)
+        set_budget(&s, budget, cpu_budget, resident);
+    if (slices)
+        set_slices(&s, slices);
     if (PyErr_Occurred())
         return NULL;
     process = s;
@@ -240,19 +257,16 @@ static PyObject *py_configure_process(PyObject *self, PyObject *args, PyObject *
     Py_RETURN_NONE;
 }
 
-static PyObject *py_configure_process_rows(PyObject *self, PyObject *args)
+static PyObject *py_configure_process_rows(PyObject *self, PyObject *micro_batch)
 {
-    Py_ssize_t rows;
-    int fastest;
+    const Py_ssize_t rows = PyLong_AsSsize_t(micro_batch);
     (void)self;
-    if (!PyArg_ParseTuple(args, "np:configure_process_rows", &rows, &fastest))
-        return NULL;
     if (rows < 0) {
-        PyErr_SetString(PyExc_ValueError, "configure_process_rows: rows must be 0 or more");
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "configure_process_rows: rows must be 0 or more");
         return NULL;
     }
     process.rows = rows;
-    process.fastest = fastest;
     n_process_settings++;
     Py_RETURN_NONE;
 }
@@ -277,10 +291,10 @@ static PyMethodDef methods[] = {
     { "configure", (PyCFunction)(void (*)(void))py_configure, METH_VARARGS | METH_KEYWORDS,
       "Change settings of this thread or task; returns the old ones as a dict." },
     { "configure_process", (PyCFunction)(void (*)(void))py_configure_process,
-      METH_VARARGS | METH_KEYWORDS, "The budget wherever none is entered." },
-    { "configure_process_rows", py_configure_process_rows, METH_VARARGS,
-      "configure_process_rows(micro_batch, fastest): where no micro_batch() is entered. 0: as few "
-      "slices as fit" },
+      METH_VARARGS | METH_KEYWORDS, "The budget and the slices wherever none are set." },
+    { "configure_process_rows", py_configure_process_rows, METH_O,
+      "configure_process_rows(micro_batch): where no micro_batch() is entered. 0: as few slices as "
+      "fit" },
     { "configure_step_aside", py_configure_step_aside, METH_O,
       "configure_step_aside(bool): may torch do steps alone, wherever no step_aside() is "
       "entered?" },

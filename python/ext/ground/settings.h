@@ -27,8 +27,10 @@ typedef struct koila__settings {
     /* which dimensions of the batch may be cut. For tests: OTHER, another one than the rows, and
      * BOTH, another one within each row; `rows` counts its entries */
     enum { KOILA__CUT_ANY, KOILA__CUT_BATCH, KOILA__CUT_OTHER, KOILA__CUT_BOTH } axes;
-    bool no_host;    /* values of a GPU may not wait in host memory */
-    bool fastest;    /* time a few slice sizes and keep the fastest */
+    bool no_host; /* values of a GPU may not wait in host memory */
+    /* which of the sizes that fit, where no rows are forced (run/tuning.c). AUTO: as the process
+     * says */
+    enum { KOILA__SLICES_AUTO, KOILA__SLICES_FEWEST, KOILA__SLICES_FASTEST } slices;
     bool dry;        /* koila.plan(): steps are planned, and nothing runs */
     bool own_budget; /* a budget() is entered here, so the process's does not count */
     bool own_rows;   /* the same of micro_batch() */

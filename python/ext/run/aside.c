@@ -192,7 +192,8 @@ static bool look_around(around *out)
     out->mode = koila__call_mode();
     out->resident = set.resident;
     out->no_host = set.no_host;
-    return set.aside != KOILA__ASIDE_OFF && !set.dry && !set.strict && !set.fastest && !set.rows &&
+    return set.aside != KOILA__ASIDE_OFF && !set.dry && !set.strict &&
+           set.slices != KOILA__SLICES_FASTEST && !set.rows &&
            (set.axes == KOILA__CUT_ANY || set.axes == KOILA__CUT_BATCH) &&
            !koila__maybe_inference();
 }

@@ -3,7 +3,8 @@
  * The key of a plan is the hash of the recorded part, the targets, the forced rows and the axes
  * that may be cut. A plan is made again when its assumptions have changed (an operator has a larger
  * workspace than was known), when it no longer fits, or when there is so much more memory that
- * fewer slices may fit. On a GPU cuda_state.c decides whether it fits.
+ * fewer slices may fit. On a GPU cuda_state.c decides whether it fits. In place of a plan of the
+ * fewest slices one of more is given where that is tried or faster (tuning.c).
  */
 #include "base/idset.h"
 #include "run/run.h"
@@ -53,7 +54,8 @@ static uint64_t key_of(const koila_graph *part, const koila_value *targets, uint
                        koila__cutting how)
 {
     uint64_t key = koila__mix(koila_graph_hash(part), (uint64_t)how.rows);
-    key = koila__mix(key, how.axes | (uint32_t)how.recomputes << 8 | (uint32_t)how.offloads << 9);
+    key = koila__mix(key, how.axes | (uint32_t)how.recomputes << 8 | (uint32_t)how.offloads << 9 |
+                              (uint32_t)how.must_fit << 10);
     for (uint32_t i = 0; i < n_targets; i++)
         key = koila__mix(key, targets[i]);
     return key;
@@ -152,10 +154,11 @@ static koila_status make_plan(const koila_graph *part, const koila_value *target
                               koila_plan **out, koila_fit *fit, koila_error *err)
 {
     const int64_t rows = how.rows;
+    const bool is_forced = rows > 0 && !how.must_fit;
     koila_plan_options o = { .struct_size = sizeof o,
                              .axes = how.axes,
                              .recomputes = how.recomputes,
-                             .budget_bytes = rows > 0 && !koila__settings_now().has_budget
+                             .budget_bytes = is_forced && !koila__settings_now().has_budget
                                                  ? UINT64_MAX
                                                  : room->bytes,
                              .rows = rows,
@@ -165,10 +168,10 @@ static koila_status make_plan(const koila_graph *part, const koila_value *target
         o.host_bytes = koila__host_room();
         o.host_device = (uint16_t)(0x100 | room->gpu);
     }
-    if (rows > 0 && room->is_budget)
+    if (is_forced && room->is_budget)
         return plan_within_budget(part, targets, n_targets, room, &o, out, fit, err);
     const koila_status status = koila__gpu_plan(room, part, targets, n_targets, &o, out, fit, err);
-    if (status != KOILA_OOM || rows <= 0)
+    if (status != KOILA_OOM || !is_forced)
         return status;
     o.budget_bytes = UINT64_MAX; /* forced rows are tried anyway, with the plan of least memory */
     return koila_plan_new(part, targets, n_targets, &o, NULL, out, err);
@@ -218,43 +221,37 @@ koila__cutting koila__cutting_now(const koila__room *room)
                              .offloads = !set.rows && koila__host_price(room->gpu) > 0 };
 }
 
-cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t n_targets,
-                        const koila__room *room, koila__cutting how, koila_error *err,
-                        koila_status *status)
+/* A plan that is known, or that was made as the last thing that was tried. *n_states: as find(). */
+static cached *find_known(uint64_t key, const koila_graph *part, const koila_value *targets,
+                          uint32_t n_targets, const koila__room *room, koila__cutting how,
+                          uint32_t *n_states)
 {
-    const uint64_t key = key_of(part, targets, n_targets, how);
-    uint32_t n_states = 0;
-    cached *c = find(key, room, how.rows, &n_states);
-    if (!c && how.or_known_last) {
-        const koila__cutting last = { .axes = how.last_axes,
-                                      .recomputes = true,
-                                      .offloads = koila__may_offload(room->gpu) };
-        c = find(key_of(part, targets, n_targets, last), room, 0, &n_states);
-    }
-    if (c) {
-        koila_assert(c->refs > 0);
-        c->used = ++clock_of_uses;
-        if (koila_graph_n_drops(part)) /* equal steps may hold their values for other times */
-            koila_graph_take_lives(c->part, part);
-        if (koila_graph_table(c->part) == koila_graph_table(part)) /* who else recorded it before */
-            koila_graph_take_lines(c->part, part);
-        koila_graph_free(part);
+    *n_states = 0;
+    cached *c = find(key, room, how.must_fit ? 0 : how.rows, n_states);
+    if (c || !how.or_known_last)
         return c;
-    }
+    const koila__cutting last = { .axes = how.last_axes,
+                                  .recomputes = true,
+                                  .offloads = koila__may_offload(room->gpu) };
+    return find(key_of(part, targets, n_targets, last), room, 0, n_states);
+}
+
+/* A plan that goes into the cache; `part` is taken over. A new reference; NULL with *status and err
+ * filled, and `part` not taken over. */
+static cached *new_plan(uint64_t key, koila_graph *part, const koila_value *targets,
+                        uint32_t n_targets, const koila__room *room, koila__cutting how,
+                        uint32_t n_states, koila_error *err, koila_status *status)
+{
     koila_plan *plan = NULL;
     koila_fit fit = { 0 };
     *status = plan_and_probe(part, targets, n_targets, room, how, &plan, &fit, err);
-    koila_value *kept = NULL;
-    if (*status == KOILA_OK) {
-        c = PyMem_RawCalloc(1, sizeof *c);
-        kept = c ? PyMem_RawMalloc((n_targets + 1) * sizeof *kept) : NULL;
-        if (!kept)
-            *status = KOILA_NO_MEMORY;
-    }
+    cached *c = *status == KOILA_OK ? PyMem_RawCalloc(1, sizeof *c) : NULL;
+    koila_value *kept = c ? PyMem_RawMalloc((n_targets + 1) * sizeof *kept) : NULL;
     if (!kept) {
         PyMem_RawFree(c);
+        if (*status == KOILA_OK)
+            *status = KOILA_NO_MEMORY;
         koila_plan_free(plan);
-        koila_graph_free(part);
         return NULL;
     }
     memcpy(kept, targets, n_targets * sizeof *kept);
@@ -276,6 +273,72 @@ cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t 
     cached **slot = slot_for_new();
     koila__cached_release(*slot);
     *slot = c;
+    return c;
+}
+
+/* Does the plan cut rows, and nothing else? Or nothing at all, which micro_batch("fastest") tries
+ * to cut too. */
+static bool is_tunable(const koila_plan_info *info)
+{
+    const bool cuts_rows =
+        info->dim == KOILA_NONE && !info->n_inner && !info->n_again && !info->n_offloaded;
+    return cuts_rows &&
+           (info->n_slices > 1 || koila__settings_now().slices == KOILA__SLICES_FASTEST);
+}
+
+/* In place of plan c of the fewest slices (taken over): the plan of the size whose turn it is.
+ * *part: NULL afterwards if it was taken over. */
+static cached *tuned_plan(cached *c, koila_graph **part, const koila_value *targets,
+                          uint32_t n_targets, const koila__room *room, koila__turn *turn)
+{
+    koila_error ignored = KOILA_ERROR_INIT;
+    koila_status status;
+    uint32_t n_states = 0;
+    if (!is_tunable(&c->info))
+        return c;
+    *turn = koila__turn_of(c->key, *part, &c->info);
+    if (!turn->size)
+        return c;
+    const koila__cutting how = { .rows = turn->rows, .axes = KOILA_AXES_ROWS, .must_fit = true };
+    const uint64_t key = key_of(*part, targets, n_targets, how);
+    cached *other = find(key, room, 0, &n_states);
+    if (!other) {
+        other = new_plan(key, *part, targets, n_targets, room, how, n_states, &ignored, &status);
+        if (other)
+            *part = NULL;
+    }
+    if (!other) {
+        koila__turn_refuse(turn);
+        *turn = (koila__turn){ .key = turn->key };
+        return c;
+    }
+    koila__cached_release(c);
+    return other;
+}
+
+cached *koila__plan_for(koila_graph *part, const koila_value *targets, uint32_t n_targets,
+                        const koila__room *room, koila__cutting how, koila_error *err,
+                        koila_status *status)
+{
+    const uint64_t key = key_of(part, targets, n_targets, how);
+    uint32_t n_states;
+    cached *c = find_known(key, part, targets, n_targets, room, how, &n_states);
+    if (!c) {
+        c = new_plan(key, part, targets, n_targets, room, how, n_states, err, status);
+        if (!c)
+            koila_graph_free(part);
+        return c;
+    }
+    koila_assert(c->refs > 0);
+    c->used = ++clock_of_uses;
+    if (how.turn)
+        c = tuned_plan(c, &part, targets, n_targets, room, how.turn);
+    c->used = ++clock_of_uses;
+    if (part && koila_graph_n_drops(part)) /* equal steps may hold their values for other times */
+        koila_graph_take_lives(c->part, part);
+    if (part && koila_graph_table(c->part) == koila_graph_table(part))
+        koila_graph_take_lines(c->part, part); /* they may come from elsewhere in the program */
+    koila_graph_free(part);
     return c;
 }
 

@@ -376,6 +376,8 @@ PyObject *koila__step_facts(const koila__step *step)
     bad |= set_item(d, "axis", axis_tuple(&info));
     bad |= set_item(d, "micro_batch", PyLong_FromLongLong(rows));
     bad |= set_item(d, "n_micro_batches", PyLong_FromUnsignedLong(is_cut ? info.n_slices : 1));
+    const uint32_t n_fewest = step->n_fewest ? step->n_fewest : info.n_slices;
+    bad |= set_item(d, "n_fewest", PyLong_FromUnsignedLong(is_cut ? n_fewest : 1));
     bad |= set_item(d, "predicted_peak_bytes", bytes_or_none(true, info.peak_bytes + base));
     bad |= set_item(d, "measured_peak_bytes",
                     bytes_or_none(step->measured, step->measured_peak_bytes));

@@ -57,8 +57,8 @@ typedef struct request {
     koila__room room;
     cached *c;
     PyObject **results; /* [n + keeping.n] new references, or NULL each */
-    uint64_t key;       /* of the step, for tuning.c */
-    bool is_timed;
+    uint64_t key;       /* of the step */
+    koila__turn turn;
 } request;
 
 static double seconds_now(void)
@@ -255,6 +255,20 @@ static bool asks_anew(const request *q)
     return q->room.is_recalled;
 }
 
+/* May more slices than the fewest be tried? Where nobody else decides the rows. By default only of
+ * a backward, on the CPU (on a GPU the time of its run is not known without waiting for it), and
+ * where the clock may decide the last bits of a sum. */
+static bool may_tune(const request *q)
+{
+    const koila__settings set = koila__settings_now();
+    if (set.slices == KOILA__SLICES_FEWEST || q->rows || q->step.retries || q->recomputes ||
+        q->rows_agreed || q->ranks != Py_None || q->axes != KOILA_AXES_ROWS || koila__is_planning())
+        return false;
+    const bool is_deterministic = koila__call_mode() >> 3;
+    return set.slices == KOILA__SLICES_FASTEST ||
+           (q->step.asked_by == KOILA__ASKED_BY_BACKWARD && q->room.gpu < 0 && !is_deterministic);
+}
+
 static next find_plan(request *q)
 {
     koila_error err = KOILA_ERROR_INIT;
@@ -265,11 +279,9 @@ static next find_plan(request *q)
     const next kept = find_what_to_keep(q);
     if (kept != GO_ON)
         return kept;
-    const koila__settings set = koila__settings_now();
-    q->is_timed = set.fastest && !set.rows && !q->step.retries && !q->rows_agreed;
-    if (q->is_timed && q->axes == KOILA_AXES_ROWS)
-        q->rows = koila__tuned_rows(q->key);
+    q->turn = (koila__turn){ 0 };
     const koila__cutting how = { .rows = q->rows,
+                                 .turn = may_tune(q) ? &q->turn : NULL,
                                  .axes = q->axes,
                                  .recomputes = q->recomputes,
                                  .offloads = q->offloads,
@@ -277,7 +289,6 @@ static next find_plan(request *q)
                                  .last_axes = last_axes(q) };
     q->c = koila__plan_for(koila__part_give(&q->part), q->part.targets, q->n + q->keeping.n,
                            &q->room, how, &err, &status);
-    q->is_timed &= q->c && q->c->info.dim == KOILA_NONE && !q->c->info.n_inner;
     if (asks_anew(q))
         return RETRY;
     const bool ran_out = !q->c && status == KOILA_OOM;
@@ -346,6 +357,7 @@ static void report(request *q)
 {
     tell_who_asks(q);
     q->step.c = q->c;
+    q->step.n_fewest = q->turn.size ? q->turn.n_fewest : 0;
     if (q->step.asked_by == KOILA__ASKED_BY_BACKWARD)
         koila__count_backward(q->tape, &q->part, &q->step);
     else if (q->step.asked_by != KOILA__ASKED_BY_PLAN)
@@ -503,20 +515,22 @@ static next execute(request *q)
     const bool is_counted = q->room.gpu >= 0 && koila__gpu_bytes(q->room.gpu, &gpu);
     const uint64_t base = koila__cpu_bytes_current();
     const int window = koila__cpu_bytes_open();
+    const bool is_timed = q->turn.key;
+    const koila__stopwatch watch = is_timed ? koila__stopwatch_now() : (koila__stopwatch){ 0 };
     const double started = seconds_now();
     koila__interrupted = false;
     const int status = exec_guarded(q, base, &told);
-    const double took = seconds_now() - started;
-    q->step.seconds += took;
+    q->step.seconds += seconds_now() - started;
     q->step.retries += told.retries;
     q->step.n_run += told.n_run;
     const bool ran_out = status < 0 && koila__is_out_of_memory();
-    if (told.retries || ran_out)
+    if (told.retries || ran_out) {
         koila__gpu_ran_out(q->c);
+        koila__turn_refuse(&q->turn);
+    } else if (status == 0 && is_timed)
+        koila__turn_took(&q->turn, koila__stopwatch_since(&watch));
     if (status == 0 && q->c->generation != koila__learned_generation())
         koila__gpu_has_learned(q->c);
-    if (q->is_timed && status == 0)
-        koila__tuned_record(q->key, q->c->info.rows, took);
     const uint64_t peak = koila__cpu_bytes_close(window);
     if (ran_out)
         return after_out_of_memory(q, told.announced);

@@ -7,7 +7,7 @@
  *   exec.h          a plan, on real tensors        ranks.c         other processes, sharded modules
  *   plan_cache.c    which plan                     room.c          the memory a step may use
  *   probe.c         operators that never ran here  workspaces.c    bytes used inside operators
- *   cuda_state.c    a GPU's allocator as it is     tuning.c        the fastest number of rows
+ *   cuda_state.c    a GPU's allocator as it is     tuning.c        the fastest slices
  *   part.c          what makes the targets         torch_calls.c   the executor's own calls
  *   past.c          the last runs of a context      reads.c         what a read leaves
  *   tell.c          who is told of runs             slices_done.c   told while a long run runs
@@ -161,6 +161,32 @@ void koila__room_holds(koila__room *room, uint64_t held);
  * allocated. */
 int koila__held_fits(const char *call);
 
+/* ---- tuning.c: the fastest of the sizes that fit */
+/* What one run does for that. */
+typedef struct koila__turn {
+    uint64_t key;      /* of the plan of fewest slices; 0: the run is not counted */
+    uint32_t size;     /* number of its size; 0: the fewest slices */
+    int64_t rows;      /* of a slice, if size is not 0 */
+    uint32_t n_fewest; /* slices */
+    bool is_timed;
+} koila__turn;
+/* Of a step whose plan of fewest slices has this key in the cache. Does not fail. */
+koila__turn koila__turn_of(uint64_t key, const koila_graph *part, const koila_plan_info *fewest);
+/* Its size does not fit, or it ran out of memory: another one is run from now on. */
+void koila__turn_refuse(const koila__turn *turn);
+/* The run of a turn that is counted went well. */
+void koila__turn_took(const koila__turn *turn, double seconds);
+/* Times of a thread. If it never waited, the time in which it did not run was another process's,
+ * and does not count. */
+typedef struct koila__stopwatch {
+    double seconds, busy;
+    long n_waits;
+} koila__stopwatch;
+koila__stopwatch koila__stopwatch_now(void);
+double koila__stopwatch_since(const koila__stopwatch *start); /* seconds */
+/* For tests: a function that tells the seconds; NULL: the clock does. */
+void koila__stopwatch_plant(PyObject *seconds);
+
 /* ---- plan_cache.c */
 /* A plan and the recorded part it was made for; shared by the cache and the last step's report. */
 typedef struct cached {
@@ -189,6 +215,10 @@ cached *koila__cached_predicted(koila_graph *part, koila_plan *plan);
 /* How a step may be cut. */
 typedef struct koila__cutting {
     int64_t rows;  /* of a slice; 0: as few slices as fit */
+    bool must_fit; /* so many rows fit, or there is no plan */
+    /* another size may be taken in place of the fewest slices, and this is then what the run does
+     * for tuning.c; NULL: no */
+    koila__turn *turn;
     uint32_t axes; /* koila_axes */
     /* results may be dropped and computed again. It is the last thing that is tried, as other axes
      * are */
@@ -232,10 +262,6 @@ bool koila__learned_misfit(uint64_t key);
 uint64_t koila__learned_generation(void);
 void koila__unlearn(void);
 void koila__workspaces_forget(void); /* those of signatures that the table has forgotten */
-
-/* ---- tuning.c: micro_batch("fastest"), by a step's key */
-int64_t koila__tuned_rows(uint64_t key); /* for its next run; 0: as many as fit */
-void koila__tuned_record(uint64_t key, int64_t rows, double seconds);
 
 /* ---- cuda_state.c. All but the look do not fail and leave no exception. Without a GPU, or with an
  * allocator that is not modelled, the sum of live bytes decides. */
@@ -364,11 +390,12 @@ typedef struct koila__step {
     uint64_t budget_bytes; /* limit on all bytes held; UINT64_MAX: free memory */
     bool measured;
     uint64_t measured_peak_bytes;
-    uint64_t n_run;   /* operators run, over all slices */
-    uint32_t retries; /* times that one slice or all slices were made smaller */
-    uint32_t n_reads; /* of a backward: runs for values that were read before it in its step */
-    double seconds;   /* that its runs took, those that ran out of memory too */
-    uint64_t n_aside; /* steps like it that torch has done alone since: see aside.c */
+    uint64_t n_run;    /* operators run, over all slices */
+    uint32_t retries;  /* times that one slice or all slices were made smaller */
+    uint32_t n_fewest; /* slices that would do, where more were run for speed; 0: those of `c` */
+    uint32_t n_reads;  /* of a backward: runs for values that were read before it in its step */
+    double seconds;    /* that its runs took, those that ran out of memory too */
+    uint64_t n_aside;  /* steps like it that torch has done alone since: see aside.c */
     /* with the runs of its step before it; 0: those of the plan */
     uint32_t n_recorded;
     double work, work_recorded;

@@ -698,6 +698,13 @@ static PyObject *py_forget(PyObject *self, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
+static PyObject *py_plant_clock(PyObject *self, PyObject *seconds)
+{
+    (void)self;
+    koila__stopwatch_plant(seconds == Py_None ? NULL : seconds);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     { "held_fits", py_held_fits, METH_O,
       "held_fits(call): OutOfMemory when torch holds more than the budget already." },
@@ -761,6 +768,8 @@ static PyMethodDef methods[] = {
       "ranks_ask(ranks_of): set the function that tells which ranks share a step's opaque "
       "calls." },
     { "forget", py_forget, METH_NOARGS, "Drop cached plans and learned workspaces." },
+    { "plant_clock", py_plant_clock, METH_O,
+      "plant_clock(function | None): it tells the seconds by which sizes of slices are compared." },
     { NULL, NULL, 0, NULL },
 };
 
