@@ -46,10 +46,10 @@ def gpt2() -> Model:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=3,
+        n_layer=2,
         n_head=4,
-        n_embd=192,
-        vocab_size=4096,
+        n_embd=128,
+        vocab_size=2048,
         n_positions=64,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
@@ -57,7 +57,7 @@ def gpt2() -> Model:
         bos_token_id=None,
         eos_token_id=None,
     )
-    tokens = torch.randint(0, 4096, (24, 64))
+    tokens = torch.randint(0, 2048, (24, 48))
     return Model(
         GPT2LMHeadModel(config).train(),
         lambda m, x, y: m(input_ids=x, labels=y).loss,
@@ -68,13 +68,13 @@ def gpt2() -> Model:
 
 def convnet() -> Model:
     layers: list[nn.Module] = []
-    for n_in, n_out in ((3, 32), (32, 32), (32, 64)):
+    for n_in, n_out in ((3, 16), (16, 32), (32, 32)):
         layers += [nn.Conv2d(n_in, n_out, 3, padding=1), nn.GroupNorm(4, n_out), nn.ReLU()]
-    layers += [nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(64 * 16, 10)]
+    layers += [nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(32 * 16, 10)]
     return Model(
         nn.Sequential(*layers),
         lambda m, x, y: nn.functional.cross_entropy(m(x), y),
-        torch.randn(64, 3, 32, 32),
+        torch.randn(64, 3, 24, 24),
         torch.randint(0, 10, (64,)),
     )
 

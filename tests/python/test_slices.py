@@ -174,6 +174,24 @@ def test_fastest_begins_at_the_second_step_and_cuts_what_fits_whole():
     assert sizes[:2] == [64, 64] and 32 in sizes[2:5] and sizes[-5:] == [32] * 5
 
 
+def test_fastest_cuts_nothing_that_strict_would_refuse():
+    class Sorted(Step):
+        def loss(self, module, x):
+            return slow(module(x)).sort(dim=0)[0].exp().square().mean()
+
+    def work():
+        PLANTED.seconds = {64: 0.02, 32: 0.006, 16: 0.02, 8: 0.02}
+        step = Sorted()
+        step.room = 64 * ROOM
+        with koila.micro_batch("fastest"):
+            cut = set(step.sizes(10))
+            with koila.strict():
+                return cut, set(step.sizes(10))
+
+    cut, strictly = in_a_context(work)
+    assert 32 in cut and strictly == {64}
+
+
 def test_the_plan_tells_how_many_slices_would_do():
     def work():
         PLANTED.seconds = {16: 0.02, 8: 0.006, 4: 0.02}

@@ -303,6 +303,11 @@ static next ask_strict(request *q)
     PyObject *type, *value, *trace;
     if (koila__strict_check(q->tape, q->c, q->n_must) == 0)
         return GO_ON;
+    if (q->turn.size) { /* nobody asked for that many slices */
+        PyErr_Clear();
+        koila__turn_refuse(&q->turn);
+        return RETRY;
+    }
     if (q->part.kept || q->keeping.n) { /* it decides as if nothing were kept */
         PyErr_Clear();
         q->may_keep = false;

@@ -33,6 +33,7 @@ enum {
 /* Of the time of the size that is the best so far. */
 #define CLEAR_GAIN 0.97
 #define CLEAR_LOSS 1.05
+#define EARLY_LOSS 1.10
 #define SHORTEST_S 0.005
 
 typedef struct tuning {
@@ -198,7 +199,7 @@ static verdict judge(const tuning *t)
             ratios[k] = ratios[k - 1];
         ratios[k] = ratio;
         v.n_wins += ratio < 1;
-        v.n_lost += ratio >= CLEAR_LOSS;
+        v.n_lost += ratio >= EARLY_LOSS;
     }
     v.ratio = ratios[v.n / 2];
     return v;
