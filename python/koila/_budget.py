@@ -220,6 +220,10 @@ class _Setting(contextlib.ContextDecorator):
     def _settings(self) -> dict[str, Any]:
         raise NotImplementedError
 
+    def __repr__(self) -> str:
+        told = ", ".join(f"{k}={v!r}" for k, v in self._settings().items())
+        return f"<koila.{type(self).__name__}: {told}>"
+
     def __enter__(self) -> None:
         if OFF:
             return

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -17,6 +18,14 @@ def cell_of(filename: str) -> str | None:
         return None
     named = compiler.format_code_name(filename)  # ("Cell", "In[3]"), as IPython's own tracebacks
     return named[1].replace("[", " [", 1) if named and named[0] == "Cell" else None
+
+
+_CELL_FILE = re.compile(r"[^\s\"'<>]*ipykernel_\d+[^\s\"'<>:]*\.py")
+
+
+def cells_in(text: str) -> str:
+    """`text` with the files of notebook cells in it replaced by the cells' numbers."""
+    return _CELL_FILE.sub(lambda found: file_shown(found[0]), text)
 
 
 def file_shown(filename: str) -> str:

@@ -45,6 +45,20 @@ body.koila {{ background: var(--page); margin: 2rem auto; padding: 0 1rem; }}
 .koila svg text {{ fill: var(--dim); font-size: 12px; }}
 .koila .at rect {{ fill: var(--mark); fill-opacity: 0; }}
 .koila .at circle {{ fill: var(--mark); fill-opacity: 0; }}
+.koila .plot {{ display: grid; grid-template-columns: 5.5rem minmax(0, 1fr); gap: .3rem .5rem; }}
+.koila .y, .koila .x {{
+  display: flex; justify-content: space-between; color: var(--dim); font-size: 12px;
+}}
+.koila .y {{ flex-direction: column; text-align: right; }}
+.koila .plot svg {{ height: 360px; min-width: 0; }}
+.koila .curve path:hover {{ fill-opacity: .75; }}
+.koila .flames {{ position: relative; margin: 1em 0; }}
+.koila .box {{
+  position: absolute; box-sizing: border-box; height: 25px; overflow: hidden; padding: 0 3px;
+  white-space: nowrap; font: 12px/24px ui-monospace, monospace; color: #1d2330;
+  border: 1px solid var(--page);
+}}
+.koila .box:hover {{ overflow: visible; width: auto !important; z-index: 1; }}
 .koila .at:hover rect {{ fill-opacity: .12; }} .koila .at:hover circle {{ fill-opacity: 1; }}
 """
 

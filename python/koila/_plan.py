@@ -128,6 +128,11 @@ class _Table(NamedTuple):
     rows: Sequence[tuple[str, ...]]
     note: str
 
+    def without_empty_columns(self) -> _Table:
+        full = [i for i in range(len(self.names)) if any(row[i] for row in self.rows)]
+        rows = [tuple(row[i] for i in full) for row in self.rows]
+        return self._replace(names=tuple(self.names[i] for i in full), rows=rows)
+
 
 def _typed(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]"
@@ -145,7 +150,7 @@ class Plan:
         predicted_peak_bytes, measured_peak_bytes: all bytes that torch holds at the peak; measured
             is `None` where they were not counted; on a GPU, where an earlier peak was higher.
         plain_peak_bytes: the predicted peak of the same step with all rows at once, as plain
-            PyTorch runs it; `None`: not known.
+            PyTorch runs it; `None`: not known; of `koila.plan(device=)`: `prediction` has it.
         base_bytes: bytes held before the step (model, data, optimizer); of `koila.plan()`: bytes
             that the step reads.
         budget_bytes: bytes that torch may hold; `None`: what was free.
@@ -316,7 +321,7 @@ class Plan:
                 ("bytes", "held", "shape", "whole", "its bytes", "operator", "line"),
                 largest,
                 "",
-            ),
+            ).without_empty_columns(),
         ]
 
     def __str__(self) -> str:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from . import _core, _cuda
+from . import _core, _cuda, _pages
 from ._budget import _Amount, _bytes, readable
 from ._dry import AsOnCuda, Attention
 from ._errors import UnsupportedError
 from ._lazy import describe, lazy, tree_map
-from ._plan import Plan
+from ._plan import Plan, cut_in_words
 from ._switch import refuse_when_off
 from ._undo import UndoWrites
 
@@ -41,19 +41,59 @@ class Prediction(Plan):
             return bool(self.prediction["fits"])
         return self.budget_bytes is None or self.predicted_peak_bytes <= self.budget_bytes
 
+    def _answer(self) -> str:
+        """The one number: the most that a step may need of the device. Needs a prediction."""
+        p: dict[str, Any] = self.prediction or {}
+        most = max(p[step]["device"][2] for step in ("first", "steady"))
+        spare = f"fits, {readable(p['spare_bytes'])} to spare" if p["fits"] else "does not fit"
+        return f"needs at most {readable(most)} of {readable(p['memory_bytes'])} on " + (
+            f"{p['device']}: {spare}"
+        )
+
+    def _numbers(self) -> list[tuple[str, ...]]:
+        p: dict[str, Any] = self.prediction or {}
+        cases = {
+            "later steps": p["steady"],
+            "first step": p["first"],
+            "plain PyTorch": p["plain"]["steady"],
+        }
+        rows: list[tuple[str, ...]] = []
+        for name, peaks in cases.items():
+            for what, meaning in _MEANINGS:
+                low, expected, high = (readable(n) for n in peaks[what])
+                is_new = len(rows) < len(_MEANINGS)
+                first = name if what == _MEANINGS[0][0] else ""
+                rows.append((first, what, expected, f"{low} .. {high}", meaning * is_new))
+        return rows
+
     def __str__(self) -> str:
         text = super().__str__()
         if self.prediction is None:
             return text
-        p = self.prediction
-        answer = f"fits, {readable(p['spare_bytes'])} to spare" if p["fits"] else "does not fit"
-        lines = [text, "", f"on {p['device']}, {readable(p['memory_bytes'])}: {answer}"]
-        for what in ("allocated", "reserved", "device"):
-            low, expected, high = p["steady"][what]
-            lines.append(
-                f"  {what:<9}  {readable(expected)}   ({readable(low)} .. {readable(high)})"
-            )
-        return "\n".join(lines)
+        table = _pages.columns(_NUMBERS, self._numbers())
+        return "\n".join([self._answer(), "", *table, "", text])
+
+    def _body(self) -> list[str]:
+        if self.prediction is None:
+            return super()._body()
+        table = _pages.table(_NUMBERS, self._numbers())
+        notes = [_pages.note(text) for text in self.prediction["notes"]]
+        return [_pages.heading(self._answer()), table, *notes, *super()._body()]
+
+    def __repr__(self) -> str:
+        return f"<koila.Prediction: {self._answer() if self.prediction else cut_in_words(self)}>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `Plan.to_dict()`, with `fits` and `prediction`."""
+        return {**super().to_dict(), "fits": self.fits, "prediction": self.prediction}
+
+
+_NUMBERS = ("", "bytes", "expected", "from .. to", "what it is")
+_MEANINGS = (
+    ("allocated", "what tensors hold"),
+    ("reserved", "what torch's allocator takes from the driver for that"),
+    ("device", "with CUDA's context and libraries: what nvidia-smi shows"),
+)
 
 
 # Whole because half of it is the list of arguments, in the order in which they are documented.

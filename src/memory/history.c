@@ -256,6 +256,23 @@ static void write_curve(page *pg)
     koila__text_puts(pg->out, "</svg>\n");
 }
 
+/* The curve between its axes: bytes from none to the peak, and seconds. */
+static void write_plot(page *pg, double seconds)
+{
+    enum { N_LABELS = 5 };
+    char size[32];
+    koila__text_puts(pg->out, "<div class=\"plot\"><div class=\"y\">");
+    for (int k = N_LABELS - 1; k >= 0; k--)
+        koila__text_printf(pg->out, "<span>%s</span>",
+                           koila__size_text((double)pg->h->peak * k / (N_LABELS - 1), size));
+    koila__text_puts(pg->out, "</div>\n");
+    write_curve(pg);
+    koila__text_printf(pg->out,
+                       "<div></div><div class=\"x\"><span>0 s</span><span>time</span>"
+                       "<span>%.3g s</span></div></div>\n",
+                       seconds);
+}
+
 static size_t file_length(const char *s)
 {
     const char *colon = strrchr(s, ':');
@@ -321,8 +338,10 @@ static void write_flames(page *pg)
 static void write_legend(page *pg)
 {
     char size[32];
-    koila__text_puts(pg->out, "<table>\n<tr><th></th><th>at the peak</th><th>at most</th><th>in "
-                              "all</th><th>blocks</th><th class=\"l\">line</th></tr>\n");
+    koila__text_puts(
+        pg->out,
+        "<div class=\"wide\"><table>\n<tr><th></th><th>at the peak</th><th>at most</th><th>in "
+        "all</th><th>blocks</th><th class=\"l\">line</th></tr>\n");
     for (uint32_t i = 0; i < pg->n_groups && i < 60; i++) {
         const group_sums *g = &pg->groups[pg->order[i]];
         koila__text_printf(pg->out, "<tr><td style=\"background:%s\">&nbsp;</td>",
@@ -339,13 +358,12 @@ static void write_legend(page *pg)
         koila__text_printf(
             pg->out, "<tr><td></td><td colspan=\"5\" class=\"l\">and %u more lines</td></tr>\n",
             pg->n_groups - 60);
-    koila__text_puts(pg->out, "</table>\n");
+    koila__text_puts(pg->out, "</table></div>\n");
 }
 
-koila_status koila__history_page(const koila__history *h, const uint32_t *group_of,
+koila_status koila__history_body(const koila__history *h, const uint32_t *group_of,
                                  uint32_t n_groups, const char *(*name)(void *user, uint32_t group),
-                                 void *user, const char *title, const char *sections,
-                                 koila__text *out)
+                                 void *user, koila__text *out)
 {
     koila_allocator mem = h->mem;
     page pg = { h, group_of, n_groups, name, user, NULL, NULL, NULL, out };
@@ -361,22 +379,10 @@ koila_status koila__history_page(const koila__history *h, const uint32_t *group_
         sum_up(&pg);
         put_in_order(&pg);
         fill_columns(&pg);
-        koila__text_puts(out, "<!doctype html>\n<html><head><meta charset=\"utf-8\"><title>");
-        koila__text_html(out, title);
-        koila__text_puts(
-            out, "</title><style>:root{color-scheme:light "
-                 "dark}body{font-family:sans-serif;margin:2em;max-width:1100px}"
-                 ".curve{width:100%;height:360px;border:1px solid "
-                 "#888}.flames{position:relative;margin:1em 0}"
-                 ".box{position:absolute;box-sizing:border-box;height:25px;overflow:hidden;white-"
-                 "space:nowrap;font:12px/24px monospace;color:#000;"
-                 "border:1px solid #fff;padding:0 3px}td,th{text-align:right;padding:1px "
-                 ".8em;font-family:monospace}.l{text-align:left}</style></head><body>\n<h1>");
-        koila__text_html(out, title);
         double seconds = h->n > h->n_first
                              ? (double)(h->events[h->n - 1].ns - h->events[h->n_first].ns) / 1e9
                              : 0;
-        koila__text_printf(out, "</h1>\n<p>%zu events in %.3f s; highest %s, at the beginning %s",
+        koila__text_printf(out, "<p>%zu events in %.3f s; highest %s, at the beginning %s",
                            h->n - h->n_first, seconds, koila__size_text((double)h->peak, a),
                            koila__size_text((double)h->start, b));
         koila__text_printf(out, ", at the end %s.", koila__size_text((double)h->end, a));
@@ -384,12 +390,10 @@ koila_status koila__history_page(const koila__history *h, const uint32_t *group_
             koila__text_printf(out, " <b>%llu later events are not in it.</b>",
                                (unsigned long long)h->n_lost);
         koila__text_puts(out, "</p>\n<h2>Memory over time, by the line that asked</h2>\n");
-        write_curve(&pg);
+        write_plot(&pg, seconds);
         write_legend(&pg);
         koila__text_puts(out, "<h2>At the peak</h2>\n");
         write_flames(&pg);
-        koila__text_puts(out, sections);
-        koila__text_puts(out, "</body></html>\n");
         if (!koila__text_ok(out))
             status = KOILA_NO_MEMORY;
     }

@@ -55,13 +55,13 @@ static inline bool koila__history_is_live(const koila__history *h, size_t i, siz
     return h->events[i].n_bytes > 0 && i <= k && h->other[i] > k;
 }
 
-/* A page: the curve of memory over time, stacked by who asked, and the peak as a flame graph by
- * file and line. No script, nothing loaded; its size does not depend on the number of events.
+/* The body of a page: the curve of memory over time, stacked by who asked, and the peak as a flame
+ * graph by file and line. No script, nothing loaded; its size does not depend on the number of
+ * events. The classes plot, y, x, curve, flames, box, l, wide are for a style sheet (koila._pages).
  * group_of[tag] < n_groups: tags that are shown as one; name(group) is "file:line" or "".
- * `sections`: HTML put below. pre: solved. Expected: NO_MEMORY. */
-koila_status koila__history_page(const koila__history *h, const uint32_t *group_of,
+ * pre: solved. Expected: NO_MEMORY. */
+koila_status koila__history_body(const koila__history *h, const uint32_t *group_of,
                                  uint32_t n_groups, const char *(*name)(void *user, uint32_t group),
-                                 void *user, const char *title, const char *sections,
-                                 koila__text *out);
+                                 void *user, koila__text *out);
 
 #endif

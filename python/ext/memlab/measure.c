@@ -12,6 +12,7 @@
 
 #include <stdlib.h>
 
+#include "base/text.h"
 #include "ground/cpu_bytes.h"
 
 #define METER (&koila__memlab_meter)
@@ -115,6 +116,25 @@ static PyObject *measure_get(measure *m, void *what)
         return PyLong_FromUnsignedLongLong(inside(last.n_frees, s->start.n_frees));
     }
 }
+static PyObject *measure_repr(measure *m)
+{
+    char rise[32], alloc[32], freed[32];
+    if (!m->span)
+        return PyUnicode_FromString("<koila.memlab.measure: not entered>");
+    unsigned long long n[3];
+    const int what[] = { RISE, ALLOC, FREED };
+    for (int k = 0; k < 3; k++) {
+        PyObject *value = measure_get(m, (void *)(intptr_t)what[k]);
+        n[k] = value ? PyLong_AsUnsignedLongLong(value) : 0;
+        Py_XDECREF(value);
+        if (!value)
+            return NULL;
+    }
+    return PyUnicode_FromFormat(
+        "<koila.memlab.measure: rise %s, allocated %s, freed %s%s>",
+        koila__size_text((double)n[0], rise), koila__size_text((double)n[1], alloc),
+        koila__size_text((double)n[2], freed), m->span->open ? ", so far" : "");
+}
 static PyMethodDef measure_methods[] = {
     { "__enter__", (PyCFunction)measure_enter, METH_NOARGS, NULL },
     { "__exit__", (PyCFunction)measure_exit, METH_VARARGS, NULL },
@@ -137,6 +157,7 @@ static PyType_Slot measure_slots[] = {
       "The exact effect of a block of code on a device's memory; see koila.memlab.measure." },
     { Py_tp_new, measure_new },
     { Py_tp_dealloc, measure_dealloc },
+    { Py_tp_repr, measure_repr },
     { Py_tp_methods, measure_methods },
     { Py_tp_getset, measure_getset },
     { 0, NULL },

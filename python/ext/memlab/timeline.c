@@ -12,7 +12,7 @@
  *         def at_peak(self): ...  # [(address, bytes, (file, line) or None, module address,
  *                                 #   ns since the beginning, still there)]
  *         def events(self): ...   # [(address, +-bytes, (file, line) or None, ns)]
- *         def page(self, title, sections) -> str: ...
+ *         def body(self) -> str: ...      # of its page, HTML
  */
 #include "memlab/memlab.h"
 
@@ -267,18 +267,17 @@ static bool groups_make(groups *g)
         PyErr_NoMemory();
     return ok;
 }
-static PyObject *timeline_page(timeline *t, PyObject *args)
+static PyObject *timeline_body(timeline *t, PyObject *ignored)
 {
-    const char *title, *sections;
-    if (!PyArg_ParseTuple(args, "ss:page", &title, &sections) || !is_over(t))
+    (void)ignored;
+    if (!is_over(t))
         return NULL;
     groups g;
     PyObject *result = NULL;
     koila__text out;
     koila__text_init(&out, NULL);
     if (groups_make(&g)) {
-        if (koila__history_page(&t->history, g.of, g.n, group_name, &g, title, sections, &out) ==
-            KOILA_OK)
+        if (koila__history_body(&t->history, g.of, g.n, group_name, &g, &out) == KOILA_OK)
             result = PyUnicode_DecodeUTF8(out.s, (Py_ssize_t)out.n, "replace");
         else
             PyErr_NoMemory();
@@ -317,7 +316,7 @@ static PyMethodDef timeline_methods[] = {
       "peak." },
     { "events", (PyCFunction)timeline_events, METH_NOARGS,
       "[(address, +-bytes, (file, line) or None, ns)], blocks live at the beginning first." },
-    { "page", (PyCFunction)timeline_page, METH_VARARGS, "page(title, sections) -> HTML." },
+    { "body", (PyCFunction)timeline_body, METH_NOARGS, "body() -> HTML, without a head." },
     { NULL, NULL, 0, NULL },
 };
 static PyGetSetDef timeline_getset[] = {

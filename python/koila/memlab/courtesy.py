@@ -65,6 +65,9 @@ class Courtesy:
         how many bytes are missing.
     """
 
+    def __repr__(self) -> str:
+        return f"<koila.memlab.Courtesy: {'memory is given back' if self.yielded else 'at rest'}>"
+
     def __init__(
         self,
         device: devices.Device | None = None,

@@ -148,6 +148,10 @@ class MemReporter:
         self.get_stats()
         self.print_stats(verbose, device)
 
+    def __repr__(self) -> str:
+        state = f"{len(self._rows)} tensors collected" if self._looked else "nothing collected yet"
+        return f"<koila.memlab.MemReporter: {state}>"
+
     def snapshot(self) -> Snapshot:
         """A Snapshot of now, with this reporter's names."""
         return Snapshot(self._names)

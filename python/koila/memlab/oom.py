@@ -9,7 +9,7 @@ import traceback
 from types import TracebackType
 from typing import Any, Literal, TextIO
 
-from .. import _core
+from .. import _cells, _core
 from . import tensors, utils
 
 
@@ -32,6 +32,9 @@ class on_oom(contextlib.ContextDecorator):
 
     def __init__(self, top: int = 20, stream: TextIO | None = None) -> None:
         self.top, self.stream = top, stream
+
+    def __repr__(self) -> str:
+        return f"<koila.memlab.on_oom: the {self.top} largest>"
 
     def __enter__(self) -> on_oom:
         tensors.ready()
@@ -67,7 +70,9 @@ def autopsy(error: BaseException, where: TracebackType | None, top: int) -> str:
         if "/torch/" not in f.filename and "/koila/" not in f.filename
     ]
     if user:
-        out.append(f"at {user[-1].filename}:{user[-1].lineno}: {user[-1].line or ''}\n")
+        out.append(
+            f"at {_cells.file_shown(user[-1].filename)}:{user[-1].lineno}: {user[-1].line or ''}\n"
+        )
     rows = tensors.names_around().collect()
     local_names = _local_names(where)
     largest = sorted((r for r in rows if r[tensors.BYTES] > 0), key=lambda r: -r[tensors.BYTES])
@@ -81,7 +86,7 @@ def autopsy(error: BaseException, where: TracebackType | None, top: int) -> str:
         )
         site = _core.memlab_site(r[tensors.DATA])
         known_as = "  " + ", ".join(names) if names else ""
-        out.append(known_as + (f"  {site[0]}:{site[1]}\n" if site else "\n"))
+        out.append(known_as + (f"  {_cells.file_shown(site[0])}:{site[1]}\n" if site else "\n"))
     totals: dict[tuple[str, str], int] = {}
     for r in rows:
         if r[tensors.BYTES] > 0:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import bisect
 import csv
-import html
 import io
 import json
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from .. import _core
+from .. import _cells, _core, _pages
 from . import devices, tensors, utils
 
 Key = TypeVar("Key")
@@ -62,7 +61,7 @@ class Snapshot:
                 else None
             )
             node = name.partition(".")[0] if kind == "saved" else None
-            line = f"{site[0]}:{site[1]}" if site else None
+            line = f"{_cells.file_shown(site[0])}:{site[1]}" if site else None
             self.rows.append(
                 Row(name, aliases.get(name, ()), kind, r[tensors.SHAPE], r[tensors.DTYPE],
                     r[tensors.DEVICE], max(r[tensors.BYTES], 0), r[tensors.STORAGE_BYTES],
@@ -77,7 +76,7 @@ class Snapshot:
         for i, (address, n, site) in enumerate(
             b for b in _core.memlab_blocks() if b[0] not in found
         ):
-            line = f"{site[0]}:{site[1]}" if site else None
+            line = f"{_cells.file_shown(site[0])}:{site[1]}" if site else None
             self.rows.append(
                 Row(f"block{i}", (), "block", (), "", "cpu", n, n, 0, None, None, line)
             )
@@ -157,21 +156,39 @@ class Snapshot:
         out += [f"{kind:<70s}{utils.readable_size(n):>10s}\n" for kind, n in self.by_kind().items()]
         return "".join(out)
 
+    def __repr__(self) -> str:
+        kinds = ", ".join(f"{k} {utils.readable_size(n)}" for k, n in self.by_kind().items())
+        return f"<koila.memlab.Snapshot: {utils.readable_size(self.total())}; {kinds}>"
+
+    def _repr_html_(self) -> str:
+        return _pages.fragment(self._body())
+
+    def _body(self) -> list[str]:
+        kinds = [(k, utils.readable_size(n)) for k, n in self.by_kind().items()]
+        rows = [
+            (utils.readable_size(r.bytes), r.name, r.kind, f"{r.dtype}{list(r.shape)}")
+            + (r.device, ", ".join(r.aliases) or r.shared_with or "", r.line or "")
+            for r in sorted(self.rows, key=lambda r: -r.bytes)
+        ]
+        names = ("bytes", "name", "kind", "tensor", "device", "also known as", "line")
+        return [
+            _pages.facts([("in all", utils.readable_size(self.total())), *kinds]),
+            _pages.heading("tensors and blocks"),
+            _pages.table(names, rows),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `save("*.json")` writes: `pid`, `by_kind` and `rows`."""
+        rows = [r._asdict() for r in self.rows]
+        return {"pid": self.pid, "by_kind": self.by_kind(), "rows": rows}
+
     def save(self, path: utils.Path) -> None:
         """Write to a .txt, .html, .json or .csv file."""
         format = utils.format_of(path)
         if format == "text":
             text = str(self)
         elif format == "json":
-            text = json.dumps(
-                {
-                    "pid": self.pid,
-                    "by_kind": self.by_kind(),
-                    "rows": [r._asdict() for r in self.rows],
-                },
-                default=str,
-                indent=1,
-            )
+            text = json.dumps(self.to_dict(), default=str, indent=1)
         elif format == "csv":
             buffer = io.StringIO()
             writer = csv.writer(buffer)
@@ -179,14 +196,7 @@ class Snapshot:
             writer.writerows(self.rows)
             text = buffer.getvalue()
         else:
-            cells = "".join(
-                "<tr>"
-                + "".join(f"<td>{html.escape(str('' if v is None else v))}</td>" for v in row)
-                + "</tr>\n"
-                for row in sorted(self.rows, key=lambda r: -r.bytes)
-            )
-            head = "".join(f"<th>{f}</th>" for f in Row._fields)
-            text = utils.page("koila.memlab snapshot", f"<table>\n<tr>{head}</tr>\n{cells}</table>")
+            text = _pages.page("koila.memlab: what memory holds", self._body())
         utils.write(path, text)
 
 
@@ -244,6 +254,7 @@ def snapshot(
 
 
 _Changes = list[tuple[str, int]]
+_BY_NAME_ONLY = "snapshots of different processes: compared by name only"
 
 
 class Diff:
@@ -265,16 +276,22 @@ class Diff:
         self.total = sum(n for pairs in (new, gone, grown) for _, n in pairs)
 
     def __str__(self) -> str:
-        out = (
-            ["snapshots of different processes: compared by name only\n"]
-            if self.by_name_only
-            else []
-        )
+        out = [f"{_BY_NAME_ONLY}\n"] if self.by_name_only else []
         for title, pairs in (("new", self.new), ("gone", self.gone), ("grown", self.grown)):
             out += [f"{title:<6s}{name:<60s}{utils.readable_size(n):>12s}\n" for name, n in pairs]
         return "".join(out) + f"{'total':<66s}{utils.readable_size(self.total):>12s}\n"
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (change, name, utils.readable_size(n))
+            for change, pairs in (("new", self.new), ("gone", self.gone), ("grown", self.grown))
+            for name, n in pairs
+        ]
+        rows.append(("total", "", utils.readable_size(self.total)))
+        notes = [_pages.note(_BY_NAME_ONLY)] if self.by_name_only else []
+        return _pages.fragment([*notes, _pages.table(("", "name", "bytes"), rows)])
 
 
 def diff(a: Snapshot | list[dict[str, Any]], b: Snapshot | list[dict[str, Any]]) -> Diff:

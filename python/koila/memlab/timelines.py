@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import html
 import io
 import json
 import os
@@ -12,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .. import _core
+from .. import _cells, _core, _pages
 from . import control, devices, tensors, utils
 from .snapshots import module_of, summed
 
@@ -69,6 +68,7 @@ class timeline:
             devices.current() if device is None else devices.resolve(device, "timeline(device)")
         )
         self._limit = limit
+        self._is_over = False
         self._record: _core.Timeline | None = None
         self.at_peak: list[dict[str, Any]] = []
 
@@ -90,6 +90,7 @@ class timeline:
     def __exit__(self, *exc: object) -> None:
         record = self._over()
         record.end()
+        self._is_over = True
         if not self._was_tracing:
             _core.memlab_trace(False)
         modules = {
@@ -104,7 +105,7 @@ class timeline:
                 rows.setdefault(r[tensors.DATA], r)
         for address, n, site, module, _, stays in record.at_peak():
             row = rows.get(address) if stays else None
-            line = f"{site[0]}:{site[1]}" if site else None
+            line = f"{_cells.file_shown(site[0])}:{site[1]}" if site else None
             name, kind = (
                 (str(row[tensors.NAME]), str(row[tensors.KIND]))
                 if row
@@ -167,19 +168,41 @@ class timeline:
         """{'file:line': bytes} at the peak; None: the line is not known."""
         return summed((r["line"], r["bytes"]) for r in self.at_peak)
 
+    def __repr__(self) -> str:
+        if self._record is None or not self._is_over:
+            return f"<koila.memlab.timeline of {devices.name(self._device)}: not over>"
+        return f"<koila.memlab.timeline of {devices.name(self._device)}: {self._first_line()}>"
+
+    def _repr_html_(self) -> str | None:
+        return _pages.fragment(self._body()) if self._is_over else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers as JSON has them; `save("*.json")` writes them."""
+        numbers: dict[str, Any] = dict(
+            start=self.start,
+            peak=self.peak,
+            end=self.end,
+            n_events=self.n_events,
+            n_lost=self.n_lost,
+        )
+        for title, table in self._tables():
+            numbers[f"by_{title}"] = {str(k): n for k, n in table.items()}
+        return {**numbers, "at_peak": self.at_peak}
+
     def _tables(self) -> list[tuple[str, dict[Any, int]]]:
         return [("kind", self.by_kind()), ("module", self.by_module()), ("line", self.by_line())]
 
+    def _first_line(self) -> str:
+        return (
+            f"highest {utils.readable_size(self.peak)}, at the beginning "
+            f"{utils.readable_size(self.start)}, at the end {utils.readable_size(self.end)}, "
+            f"{self.n_events} events"
+            + (f", {self.n_lost} later ones not recorded" if self.n_lost else "")
+        )
+
     def __str__(self) -> str:
         self._over()
-        out = [
-            f"highest {utils.readable_size(self.peak)}, at the beginning "
-            f"{utils.readable_size(self.start)}, at the end {utils.readable_size(self.end)}"
-        ]
-        out.append(
-            f", {self.n_events} events"
-            + (f", {self.n_lost} later ones not recorded\n" if self.n_lost else "\n")
-        )
+        out = [f"{self._first_line()}\n"]
         for title, table in self._tables():
             out.append(f"\nat the peak, by {title}\n")
             out += [
@@ -201,24 +224,7 @@ class timeline:
         return str(self)
 
     def _as_json(self) -> str:
-        numbers = dict(
-            start=self.start,
-            peak=self.peak,
-            end=self.end,
-            n_events=self.n_events,
-            n_lost=self.n_lost,
-        )
-        return json.dumps(
-            {
-                **numbers,
-                **{
-                    f"by_{title}": {str(k): n for k, n in table.items()}
-                    for title, table in self._tables()
-                },
-                "at_peak": self.at_peak,
-            },
-            indent=1,
-        )
+        return json.dumps(self.to_dict(), indent=1)
 
     def _as_csv(self) -> str:
         buffer = io.StringIO()
@@ -228,18 +234,17 @@ class timeline:
         return buffer.getvalue()
 
     def _as_html(self) -> str:
-        parts = []
+        return _pages.page("Memory over time", self._body())
+
+    def _body(self) -> list[str]:
+        parts = [_cells.cells_in(self._over().body())]
         for title, table in self._tables()[:2]:
-            rows = "".join(
-                f"<tr><td>{utils.readable_size(n)}</td><td "
-                f'class="l">{html.escape("not known" if key is None else str(key))}</td></tr>\n'
+            rows = [
+                (utils.readable_size(n), "not known" if key is None else str(key))
                 for key, n in table.items()
-            )
-            parts.append(
-                f"<h3>By {title}</h3>\n<table>\n<tr><th>bytes</th><th "
-                f'class="l">{title}</th></tr>\n{rows}</table>\n'
-            )
-        return self._over().page("Memory over time", "".join(parts))
+            ]
+            parts += [_pages.heading(f"By {title}"), _pages.table(("bytes", title), rows)]
+        return parts
 
     def _viewer_data(self) -> dict[str, Any]:
         """The dictionary that torch.cuda.memory._snapshot() gives: one trace of allocations and

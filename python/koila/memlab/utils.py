@@ -70,14 +70,6 @@ def format_of(path: Path, formats: dict[str, str] = FORMATS) -> str:
     return formats[suffix]
 
 
-def page(title: str, body: str) -> str:
-    """One self-contained HTML page: no script, loads nothing."""
-    return (
-        f'<!doctype html>\n<html><head><meta charset="utf-8"><title>{title}</title></head><body>\n'
-        f"{body}\n</body></html>\n"
-    )
-
-
 def write(path: Path, text: str) -> None:
     with open(path, "w", encoding="utf-8", errors="replace") as f:
         f.write(text)

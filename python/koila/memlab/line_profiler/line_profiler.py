@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from ... import _core
+from ... import _core, _pages
 from ..._errors import UnsupportedError
 from .. import control, devices, utils
 
@@ -122,6 +122,9 @@ class LineProfiler(_core.LineTable):
             self.target_device = devices.resolve(0, "LineProfiler(target_gpu)")
         for function in functions:
             self.add_function(function)
+
+    def __repr__(self) -> str:
+        return f"<koila.memlab.LineProfiler of {devices.name(self.target_device)}>"
 
     @property
     def target_gpu(self) -> devices.Device:
@@ -284,4 +287,6 @@ class RecordsDisplay:
     def save(self, path: utils.Path) -> None:
         format = utils.format_of(path)
         text = self.render(format)
-        utils.write(path, utils.page("koila.memlab", text) if format == "html" else text)
+        utils.write(
+            path, _pages.page("koila.memlab: line by line", [text]) if format == "html" else text
+        )
