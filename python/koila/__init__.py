@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from ._errors import StaleValueError as StaleValueError, UnsupportedError as UnsupportedError
     from ._lazy import lazy as lazy, run as run
+    from ._modules import module_names as module_names
     from ._on_step import Step as Step, on_step as on_step
     from ._plan import Plan as Plan, explain as explain, last_plan as last_plan, plans as plans
     from ._predict import measure_device as measure_device, plan as plan
@@ -59,6 +60,7 @@ _HOME = {
     "lazy": "_lazy",
     "measure_device": "_predict",
     "micro_batch": "_budget",
+    "module_names": "_modules",
     "on_step": "_on_step",
     "opaque": "_opaque",
     "plan": "_predict",

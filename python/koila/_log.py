@@ -95,7 +95,7 @@ def slow(plan: Plan) -> list[tuple[Any, str]]:
             "of the step it costs the same and is plain"
         )
         text = (
-            f"{in_short(g.line) or 'a line that is not known'}: {g.operator} needs "
+            f"{in_short(g.line, g.module) or 'a line that is not known'}: {g.operator} needs "
             f"{g.dtype}[{', '.join(map(str, g.shape))}] of the whole batch, "
             f"{readable(g.bytes)}. To avoid that: {remedy}"
         )

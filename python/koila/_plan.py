@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -44,13 +45,15 @@ class Gather(_Gather):
     memory. (operator, shape, bytes, "file.py:line")."""
 
     dtype: str
+    module: str  # under `module_names()`; "": none, or not known
 
     @classmethod
     def of(
         cls, operator: str, dtype: str, shape: tuple[int, ...], n_bytes: int, line: str
     ) -> Gather:
+        line, module = line_and_module(line)
         gather = cls(operator, shape, n_bytes, line)
-        gather.dtype = dtype
+        gather.dtype, gather.module = dtype, module
         return gather
 
     @property
@@ -67,7 +70,7 @@ class Gather(_Gather):
 class Large(NamedTuple):
     """A tensor that is alive at the step's peak. `n_bytes`: what is held of it; `held`: "slice",
     "whole", or "some slices"; `held_shape`: of one slice, or of the whole. `shape`, `whole_bytes`:
-    of all of it."""
+    of all of it. `module`: under `module_names()`, the module that made it, or ""."""
 
     n_bytes: int
     dtype: str
@@ -77,6 +80,13 @@ class Large(NamedTuple):
     held: str
     held_shape: tuple[int, ...]
     whole_bytes: int
+    module: str
+
+
+def _large(raw: tuple[Any, ...]) -> Large:
+    n_bytes, dtype, shape, operator, line, held, held_shape, whole_bytes = raw
+    line, module = line_and_module(line)
+    return Large(n_bytes, dtype, shape, operator, line, held, held_shape, whole_bytes, module)
 
 
 class Axis(NamedTuple):
@@ -109,9 +119,20 @@ def cut_in_words(plan: Plan) -> str:
     return along if plan.n_micro_batches == 1 else f"{cut}, each {along}"
 
 
-def in_short(line: str) -> str:
-    """`train.py:12` of a path and line."""
-    return os.path.basename(line)
+_WITH_MODULE = re.compile(r"(.*) \(([^()]*)\)(:\d+)", re.DOTALL)
+
+
+def line_and_module(line: str) -> tuple[str, str]:
+    """`("train.py:12", "layers.3.conv")` of `"train.py (layers.3.conv):12"`; without one `""`."""
+    found = _WITH_MODULE.fullmatch(line)
+    return (found[1] + found[3], found[2]) if found else (line, "")
+
+
+def in_short(line: str, module: str = "") -> str:
+    """`train.py:12`, or `train.py:12 (layers.3.conv)`, of a path and line."""
+    line, named = line_and_module(line)
+    module = module or named
+    return os.path.basename(line) + (f" ({module})" if module else "")
 
 
 def _size(n: int | None, otherwise: str) -> str:
@@ -212,7 +233,7 @@ class Plan:
         self.axis = None if raw["axis"] is None else Axis(*raw["axis"])
         self.loops = [Loop(*(d[f] for f in Loop._fields)) for d in raw["loops"]]
         self.gathers = [Gather.of(*g) for g in raw["gathers"]]
-        self.largest = [Large(*t) for t in raw["largest"]]
+        self.largest = [_large(t) for t in raw["largest"]]
         self.curve: list[tuple[str, int]] = list(raw["curve"])
 
     # ---- as text
@@ -289,7 +310,7 @@ class Plan:
             for i, p in enumerate(self.loops)
         ]
         gathers = [
-            (readable(g.n_bytes), _typed(g.dtype, g.shape), g.operator, in_short(g.line))
+            (readable(g.n_bytes), _typed(g.dtype, g.shape), g.operator, in_short(g.line, g.module))
             for g in self.gathers
         ]
         largest = [
@@ -299,7 +320,7 @@ class Plan:
                 if t.held != "whole"
                 else ("", "")
             )
-            + (t.operator, in_short(t.line))
+            + (t.operator, in_short(t.line, t.module))
             for t in self.largest[:10]
         ]
         return [
@@ -360,7 +381,9 @@ class Plan:
         out: dict[str, Any] = {name: getattr(self, name) for name in Plan.__annotations__}
         out["axis"] = None if self.axis is None else self.axis._asdict()
         out["loops"] = [loop._asdict() for loop in self.loops]
-        out["gathers"] = [{**g._asdict(), "dtype": g.dtype} for g in self.gathers]
+        out["gathers"] = [
+            {**g._asdict(), "dtype": g.dtype, "module": g.module} for g in self.gathers
+        ]
         out["largest"] = [t._asdict() for t in self.largest]
         out["curve"] = [list(point) for point in self.curve]
         return out

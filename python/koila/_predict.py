@@ -78,7 +78,8 @@ class Prediction(Plan):
             return super()._body()
         table = _pages.table(_NUMBERS, self._numbers())
         notes = [_pages.note(text) for text in self.prediction["notes"]]
-        return [_pages.heading(self._answer()), table, *notes, *super()._body()]
+        answer = [_pages.heading(self._answer()), table, _pages.heading("how it is cut")]
+        return [*answer, *super()._body(), _pages.heading("what was assumed"), *notes]
 
     def __repr__(self) -> str:
         return f"<koila.Prediction: {self._answer() if self.prediction else cut_in_words(self)}>"

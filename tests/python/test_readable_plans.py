@@ -132,6 +132,64 @@ def test_a_prediction_says_one_number_first_and_what_the_others_are():
         assert "what tensors hold" in str(ahead) and "plain PyTorch" in str(ahead)
 
 
+# ---- module names
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(8, 64)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Tanh(), nn.Linear(64, 64))])
+        self.sorts = False
+
+    def forward(self, x):
+        x = self.layers[0](self.stem(x))
+        return x.sort(0).values if self.sorts else x * 2
+
+
+def run_net(net):
+    with koila.micro_batch(4):
+        net(lazy(torch.randn(12, 8))).square().sum().backward()
+    return koila.last_plan()
+
+
+def test_modules_are_named_beside_lines_only_where_that_is_wanted(tmp_path):
+    net = Net()
+    assert {t.module for t in run_net(net).largest} == {""}
+    with koila.module_names():
+        told = run_net(net)
+    told.save(tmp_path / "step.kgraph")
+    recorded = set(
+        re.findall(r"readable_plans\.py \(([^)]*)\)", (tmp_path / "step.kgraph").read_text())
+    )
+    assert {"stem", "layers.0.0", "layers.0.1", "Net"} == recorded
+    assert {t.module for t in told.largest} & recorded
+    assert all(re.search(r"readable_plans\.py:\d+$", t.line) for t in told.largest if t.line)
+    assert re.search(r"readable_plans\.py:\d+ \(layers\.0\.0\)", str(told))
+    assert told.to_dict()["largest"][0]["module"] == told.largest[0].module
+    koila._core.forget()
+    assert {t.module for t in run_net(net).largest} == {""}
+    assert koila._core.module_is(None) is None
+
+
+def test_a_gather_names_its_module_and_a_module_that_raises_leaves_nothing():
+    net = Net()
+    net.sorts = True
+    with koila.module_names():
+        [gather] = [g for g in run_net(net).gathers if g.operator.startswith("aten::sort")]
+        assert gather.module == "Net" and gather.line.endswith(f"py:{gather.line.split(':')[-1]}")
+        with koila.strict(), pytest.raises(koila.GatherError, match=r"\(Net\):\d+"):
+            run_net(net)
+        with pytest.raises(RuntimeError):
+            net(torch.randn(12, 9))
+        assert koila._core.module_is(None) is None
+
+
+@pytest.mark.parametrize("line", ["train.py:12", "In [3]:5", "", "a (b).py:3"])
+def test_a_line_without_a_module_stays_as_it_is(line):
+    assert koila._plan.line_and_module(line) == (line, "")
+
+
 # ---- pages
 
 

@@ -84,6 +84,8 @@ def plans(step: Any, loss: torch.Tensor) -> None:
     assert_type(ahead.fits, bool)
     koila.plan(step, loss, optimiser="adamw")  # type: ignore[call-arg]
     koila.plan(step, loss, budget={"cpu": 1})  # type: ignore[arg-type]
+    with koila.module_names():
+        assert_type([t.module for t in p.largest], list[str])
     koila.progress(False)
     koila.progress("off")  # type: ignore[arg-type]
     with koila.on_step(lambda step: print(step.slices, step.plan)) as listener:

@@ -292,6 +292,9 @@ uint32_t koila__opaque_id(PyObject *o); /* KOILA_NONE + error */
 uint32_t koila__line_now(koila__tape *t);
 /* The user's line now is the one that waits for a backward, until that ends. pre: the GIL */
 void koila__line_waits(bool begins);
+/* What is recorded on this thread belongs to the module of that name, or to none (None), and its
+ * lines say so. Returns what was said before. */
+PyObject *koila__module_is(PyObject *name);
 /* Records a call that needs no special treatment. */
 PyObject *koila__record(PyObject *func, PyObject *args, PyObject *kwargs);
 int koila__module_add(PyObject *m);

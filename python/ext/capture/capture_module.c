@@ -502,6 +502,16 @@ static PyObject *py_lines(PyObject *module, PyObject *on)
     Py_RETURN_NONE;
 }
 
+static PyObject *py_module_is(PyObject *module, PyObject *name)
+{
+    (void)module;
+    if (name != Py_None && !PyUnicode_Check(name)) {
+        PyErr_SetString(PyExc_TypeError, "module_is() takes a name or None");
+        return NULL;
+    }
+    return koila__module_is(name);
+}
+
 static PyObject *py_line_waits(PyObject *module, PyObject *arg)
 {
     const int v = PyObject_IsTrue(arg);
@@ -694,6 +704,8 @@ static PyMethodDef methods[] = {
       "learn_keys(lazy, its keys, made, its keys) -> can dispatch keys be set in memory?" },
     { "wrap_by_parts", py_wrap_by_parts, METH_O, "wrap_by_parts(on) -> the setting before" },
     { "tape_open", py_tape_open, METH_NOARGS, "The open tape; opens one if there is none." },
+    { "module_is", py_module_is, METH_O,
+      "module_is(name | None) -> name | None: whose forward runs on this thread; the one before." },
     { "line_waits", py_line_waits, METH_O,
       "line_waits(begins): what another thread records belongs to the line that is running" },
     { "current_tape", py_current_tape, METH_NOARGS, "The open tape, or None." },

@@ -106,9 +106,34 @@ static uint32_t line_in(koila__tape *t, PyObject *file, uint32_t line)
     return id;
 }
 
+/* The module whose forward runs on this thread, by name; NULL: none, or nobody wants to know. */
+static _Thread_local PyObject *module_now;
+
+PyObject *koila__module_is(PyObject *name)
+{
+    PyObject *before = module_now ? module_now : Py_NewRef(Py_None);
+    module_now = name == Py_None ? NULL : Py_NewRef(name);
+    return before;
+}
+
+/* The same where that module is named beside the file: "train.py (layers.3.conv)". */
+static uint32_t line_in_module(PyFrameObject *f, PyObject *file, koila__tape *t)
+{
+    PyObject *where = PyUnicode_FromFormat("%U (%U)", file, module_now);
+    if (!where) {
+        PyErr_Clear();
+        return KOILA_NONE;
+    }
+    const uint32_t id = line_in(t, where, (uint32_t)PyFrame_GetLineNumber(f));
+    Py_DECREF(where);
+    return id;
+}
+
 /* The line of frame `f`, in the graph of `t`. */
 static uint32_t line_of(PyFrameObject *f, PyObject *file, koila__tape *t)
 {
+    if (module_now)
+        return line_in_module(f, file, t);
     PyCodeObject *code = PyFrame_GetCode(f);
     Py_DECREF(code); /* the frame keeps it */
 #if PY_VERSION_HEX >= 0x030b0000
