@@ -8,7 +8,9 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-TARGETS = "demo test text format unit python gpu-suites test-gpu-known gpu-report bench docs clean"
+TARGETS = (
+    "demo test text format unit python gpu-suites test-gpu-known gpu-report bench docs wheels clean"
+)
 
 
 def undefined_variables(makefile, targets):

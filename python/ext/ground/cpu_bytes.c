@@ -4,7 +4,8 @@
  * one function, c10::alloc_cpu.
  *   Plan A  alloc_cpu is the only caller of posix_memalign in libc10.so, and c10::free_cpu is
  *           free(): our two functions go into libc10's slots for these (got.h). The limit refuses a
- *           block by returning ENOMEM, and torch builds and throws its own exception. (Success with
+ *           block by returning ENOMEM, and torch builds and throws its own exception, in which
+ *           strerror_r's words, another slot of libc10, are ours. (Success with
  *           a NULL block would make a tensor at address 0; any other error changes torch's text.)
  *   Plan B  libc10 has its allocator linked in and does not import posix_memalign (aarch64 wheels):
  *           our functions go into the slots for c10::alloc_cpu and c10::free_cpu in every loaded
@@ -33,12 +34,14 @@
 #include <errno.h>
 #include <pthread.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "memory/account.h"
 #include "memory/freemem.h"
 #include "ground/got.h"
 #include "memory/ledger.h"
 #include "ground/limits.h"
+#include "ground/refusal.h"
 
 static koila__ledger ledger;
 
@@ -83,14 +86,21 @@ KOILA__HOT static void tell(const void *p, int64_t delta, uint64_t now)
 }
 
 /* Counts n bytes that are about to be asked for: within the limits on torch's bytes, of which
- * `limit` is this thread's, and within that on resident memory. */
+ * `limit` is this thread's, and within that on resident memory. False: why is kept (refusal.h). */
 KOILA__HOT static bool reserve(uint64_t n, uint64_t limit, uint64_t *now)
 {
-    if (!koila__ledger_reserve_within(&ledger, n, limit, now))
+    if (!koila__ledger_reserve_within(&ledger, n, limit, now)) {
+        const uint64_t most =
+            limit != UINT64_MAX ? limit : atomic_load_explicit(&ledger.limit, memory_order_relaxed);
+        const uint64_t held = koila__cpu_bytes_current();
+        const bool is_over = n > most || held > most - n; /* or a test asked for the refusal */
+        koila__refusal_of_budget(held, is_over ? most : UINT64_MAX);
         return false;
+    }
     if (koila__resident_grants(n, *now))
         return true;
     koila__ledger_cancel(&ledger, n);
+    koila__refusal_of_resident();
     return false;
 }
 
@@ -144,6 +154,13 @@ KOILA__HOT static void hook_free(void *p)
     free(p);
 }
 
+/* Torch asks this for the text of the error that posix_memalign has just returned. */
+static char *hook_strerror_r(int error, char *text, size_t n)
+{
+    char *told = error == ENOMEM ? koila__refusal_told() : NULL;
+    return told ? told : strerror_r(error, text, n); /* GNU's, which returns the text */
+}
+
 /* ---- plan B */
 
 static void *(*real_alloc_cpu)(size_t n);
@@ -153,11 +170,12 @@ static void (*throw_enforce)(const char *file, int line, const char *condition, 
 
 static void refuse(uint64_t n)
 {
-    char text[160];
+    char text[480];
+    const char *told = koila__refusal_told();
     snprintf(text, sizeof text,
              "DefaultCPUAllocator: can't allocate memory: you tried to allocate %llu bytes. Error "
-             "code 12 (Cannot allocate memory)",
-             (unsigned long long)n);
+             "code 12 (%s)",
+             (unsigned long long)n, told ? told : "Cannot allocate memory");
     throw_enforce("alloc_cpu.cpp", 0, "budget", text, NULL);
 }
 
@@ -207,8 +225,9 @@ static void hook_free_cpu(void *p)
 
 static bool patch_alloc_side(void)
 {
-    if (plan == 'A')
-        return koila__got_patch(&slots, "libc10.so", "posix_memalign",
+    if (plan == 'A') /* a libc10 without strerror_r says less, and is as exact */
+        return koila__got_patch(&slots, "libc10.so", "strerror_r", (void *)hook_strerror_r) >= 0 &&
+               koila__got_patch(&slots, "libc10.so", "posix_memalign",
                                 (void *)hook_posix_memalign) > 0;
     n_loads_seen = koila__got_n_loads();
     return koila__got_patch(&slots, NULL, ALLOC_CPU, (void *)hook_alloc_cpu) > 0;
@@ -222,6 +241,7 @@ static bool patch_free_side(void)
 static void unpatch_alloc_side(void)
 {
     koila__got_restore(&slots, plan == 'A' ? (void *)hook_posix_memalign : (void *)hook_alloc_cpu);
+    koila__got_restore(&slots, (void *)hook_strerror_r);
 }
 
 /* Makes a storage and drops it. Was it counted with its size, and no longer after that? */
