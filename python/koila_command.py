@@ -14,10 +14,13 @@ from typing import Any, NoReturn
 
 
 def _become_the_c_program(argv: Sequence[str]) -> NoReturn:
-    spec = find_spec("koila")  # finds the package without running it
-    loader: Any = spec and spec.loader
-    program = os.fspath(loader.get_resource_reader("koila").files() / "koila")
-    os.execv(program, ["koila", *argv])
+    spec: Any = find_spec("koila")  # finds the package without running it
+    program = os.fspath(spec.loader.get_resource_reader("koila").files() / "koila")
+    try:
+        os.execv(program, ["koila", *argv])
+    except OSError as error:
+        sys.stderr.write(f"koila: {program}: {error.strerror}\n  Install koila anew.\n")
+        sys.exit(2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,8 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] != ["run"] or argv[1:2] in (["-h"], ["--help"]):
         _become_the_c_program(argv)
-    from koila import _launch
-
+    try:
+        from koila import _launch
+    except (ImportError, ValueError) as error:  # no torch, or a variable with a bad value
+        sys.stderr.write(f"koila: run: {error}\n")
+        return 2
     return _launch.main(argv[1:])
 
 

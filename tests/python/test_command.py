@@ -129,6 +129,15 @@ def test_a_bad_use_of_run_is_2_and_says_what_was_expected(args, said, script, ca
     assert (code, out) == (2, "") and err.startswith("koila: run: ") and said in err
 
 
+def test_run_without_torch_or_with_a_bad_variable_is_one_line_and_2(tmp_path):
+    command = ("-c", "import koila_command, sys; sys.exit(koila_command.main())")
+    p = koila("run", "x.py", folder=tmp_path, command=command, KOILA="off")
+    assert (p.returncode, len(p.stderr.splitlines())) == (2, 1) and 'expected "0"' in p.stderr
+    (tmp_path / "torch.py").write_text("raise ImportError", encoding="utf-8")
+    p = koila("run", "x.py", folder=tmp_path, command=command, PYTHONPATH=str(tmp_path))
+    assert (p.returncode, len(p.stderr.splitlines())) == (2, 1) and "pip install torch" in p.stderr
+
+
 def test_a_script_with_an_error_of_syntax_fails_as_in_python(script):
     p = koila("run", "train.py", folder=script("x = = 1"))
     assert p.returncode == 1 and p.stderr.endswith("SyntaxError: invalid syntax\n")
