@@ -98,11 +98,10 @@ def _doubt(asked: Budget, call: str) -> None:
             continue
         n, fraction = _parsed(amount, call)
         if not fraction and n < _FEW_BYTES:
-            n_bytes = f"{n:.0f} byte{'' if n == 1 else 's'}"
             unit = "GiB" if n <= 128 else "MiB"
             warnings.warn(
-                f'{call}: {n_bytes} hold no tensor. Did you mean "{n:.0f}{unit}"? (Say "{n:.0f}B" '
-                "where so few bytes are meant.)",
+                f"{call}: a number without a unit is bytes, and {n:.0f} is too few for a tensor. "
+                f'Did you mean "{n:.0f}{unit}"? (Say "{n:.0f}B" where bytes are meant.)',
                 stacklevel=3,
             )
 

@@ -56,7 +56,7 @@ def refused_read(model, x):
 
 def out_of_memory(model, x):
     loss = model(x).square().mean()
-    with koila.budget(1), koila.micro_batch(None):  # a GPU's budget limits plans, not slices
+    with koila.budget("1B"), koila.micro_batch(None):  # a GPU's budget limits plans, not slices
         loss.backward()
 
 
@@ -165,7 +165,7 @@ def test_a_read_that_failed_and_was_caught_does_not_end_the_step():
 def test_a_failed_step_may_be_tried_again():
     model, other = net(), net()
     loss = model(lazy(batch(1))).square().mean()
-    with koila.budget(1), pytest.raises(koila.OutOfMemory):
+    with koila.budget("1B"), pytest.raises(koila.OutOfMemory):
         loss.backward(retain_graph=True)
     loss.backward()
     same(state(model), good_step(other, batch(1))[1:])

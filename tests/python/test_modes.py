@@ -363,7 +363,7 @@ def test_modes_stay_on_their_stacks_whatever_happens():
     before = _get_current_function_mode_stack()  # the default device is one
     with a, b, f:
         z = torch.tanh(lazy(torch.randn(B, 4)))
-        with koila.budget(1), pytest.raises(koila.OutOfMemory):
+        with koila.budget("1B"), pytest.raises(koila.OutOfMemory):
             koila.run(z)
         koila.run(z)
         assert _get_current_dispatch_mode_stack() == [a, b]
