@@ -33,6 +33,7 @@ html_title = f"koila {version}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_show_copyright = False
 html_show_sourcelink = False
 html_theme_options = {"footer_icons": []}
 
@@ -61,6 +62,8 @@ def as_restructured_text(_app, _what, _name, _object, _options, lines):
     """Docstrings are plain text: stars and bars are themselves. `name: what it is`, with indented
     lines below, is an item of a list."""
     for i, line in enumerate(lines):
+        if line.lstrip().startswith((">>>", "...")):
+            continue
         parts = re.split(r"(`[^`]*`)", line)
         parts[::2] = (re.sub(r"([*|])", r"\\\1", part) for part in parts[::2])
         lines[i] = "".join(parts)

@@ -8,8 +8,8 @@
 - `<!-- slow -->`: the page runs with KOILA_LONG=1 only.
 
     python tests/python/pages.py PAGE.md     run one page
-    python tests/python/pages.py --serve     run the pages whose names come in, each in a process
-                                             of its own: nothing that one leaves is another's
+    python tests/python/pages.py --serve     run the pages and programs whose names come in, each in
+                                             a process of its own: what one leaves is not another's
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import linecache
 import os
 import pathlib
 import re
+import runpy
 import sys
 import tempfile
 import traceback
@@ -164,14 +165,26 @@ def has_picture_or_example(text: str) -> bool:
     )
 
 
-def _answered(path: str, folder: str) -> str:
-    """Run a page in a fork of this process; "" or what went wrong."""
+def run_program(path: pathlib.Path, folder: pathlib.Path, options: list[str]) -> None:
+    """Run a program as `python PATH OPTIONS` does; what it prints is folder/"printed.txt"."""
+    sys.argv = [str(path), *options]
+    sys.path.insert(0, str(path.parent))
+    with open(folder / "printed.txt", "w", encoding="utf-8") as printed:
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(str(path), run_name="__main__")
+
+
+def _answered(path: pathlib.Path, folder: pathlib.Path, options: list[str]) -> str:
+    """Run a page or a program in a fork of this process; "" or what went wrong."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         wrong = ""
         try:
-            run(pathlib.Path(path), pathlib.Path(folder))
+            if path.suffix == ".py":
+                run_program(path, folder, options)
+            else:
+                run(path, folder)
         except BaseException:
             wrong = traceback.format_exc()
         with open(writing, "w", encoding="utf-8") as out:
@@ -185,7 +198,8 @@ def _answered(path: str, folder: str) -> str:
 
 
 def serve() -> None:
-    """Lines of JSON [page, folder] in, lines of JSON out: "" or what went wrong."""
+    """Lines of JSON [page or program, folder, options...] in, lines of JSON out: "" or what went
+    wrong."""
     import torch
 
     import koila
@@ -196,7 +210,9 @@ def serve() -> None:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what pages print by other ways than sys.stdout is no answer
     for line in sys.stdin:
-        print(json.dumps(_answered(*json.loads(line))), file=out, flush=True)
+        path, folder, *options = json.loads(line)
+        answer = _answered(pathlib.Path(path), pathlib.Path(folder), options)
+        print(json.dumps(answer), file=out, flush=True)
 
 
 if __name__ == "__main__":

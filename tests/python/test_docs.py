@@ -59,15 +59,15 @@ def test_the_first_sample_shadows_no_builtin():
 
 @pytest.fixture(scope="module")
 def runner():
-    """Runs a page in a process of its own; "" or what went wrong."""
+    """Runs a page or a program in a process of its own; "" or what went wrong."""
     command = [sys.executable, str(ROOT / "tests/python/pages.py"), "--serve"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as server:
 
-        def run(page, folder):
-            print(json.dumps([str(page), str(folder)]), file=server.stdin, flush=True)
+        def run(page, folder, *options):
+            print(json.dumps([str(page), str(folder), *options]), file=server.stdin, flush=True)
             return json.loads(server.stdout.readline())
 
         yield run
@@ -96,6 +96,58 @@ def test_the_links_of_a_page_lead_somewhere(name):
 def test_no_page_is_without_a_picture_or_an_example():
     assert [n for n in PAGES if not pages.has_picture_or_example(read(n))] == []
     assert not pages.has_picture_or_example("# Words\n\nNothing but [words](x.md).\n")
+
+
+TABLE = re.compile(r"<!-- table: (.*?) -->\n(.*?)<!-- end -->", re.DOTALL)
+TABLES = {
+    recipe: table.strip()
+    for n in PAGES
+    if "recipes/" in n
+    for recipe, table in TABLE.findall(read(n))
+}
+
+
+@pytest.mark.parametrize("recipe", TABLES)
+def test_a_recipe_trains_under_a_third_of_the_memory_of_plain_pytorch(recipe, runner, tmp_path):
+    name, *options = recipe.split()
+    wrong = runner(ROOT / "examples" / name, tmp_path, *options, "--steps", "2")
+    assert not wrong, wrong
+    told = re.search(
+        r"needs ([\d.]+) MiB, the budget is ([\d.]+) MiB: (\d+) slices .* measured ([\d.]+) MiB",
+        (tmp_path / "printed.txt").read_text(encoding="utf-8"),
+    )
+    needs, budget, slices, measured = map(float, told.groups())
+    assert measured <= budget < needs / 2 and slices > 1
+
+
+def rows_of(table):
+    """The cells of a table of Markdown, without its head."""
+    return [[c.strip() for c in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def differing(told, measured):
+    """Budgets and peaks of a table that are over 15 % off (libraries differ between machines)."""
+    pairs = zip(rows_of(told), rows_of(measured), strict=True)
+    cells = [(a[k], b[k]) for a, b in pairs for k in (1, 2) if a[k] != "–"]
+    return [(a, b) for a, b in cells if abs(float(a) - float(b)) > 0.15 * float(b)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", TABLES)
+def test_the_table_of_a_recipe_is_what_it_prints(recipe, runner, tmp_path):
+    name, *options = recipe.split()
+    wrong = runner(ROOT / "examples" / name, tmp_path, *options, "--table", "--turns", "1")
+    assert not wrong, wrong
+    printed = (tmp_path / "printed.txt").read_text(encoding="utf-8")
+    table = "\n".join(line for line in printed.splitlines() if line.startswith("|"))
+    assert differing(TABLES[recipe], table) == []
+
+
+def test_a_stale_table_is_found():
+    for table in TABLES.values():
+        assert len(rows_of(table)) == 4 and differing(table, table) == []
+        peak = rows_of(table)[2][2]
+        assert differing(table.replace(peak, f"{2 * float(peak):.1f}"), table) != []
 
 
 def commands_of(text):

@@ -15,10 +15,19 @@ NEEDS = {
     "hf_trainer.py": ["transformers", "accelerate"],
     "hf_accelerate.py": ["accelerate"],
     "lightning_fit.py": ["lightning"],
+    "finetune_gpt2.py": ["transformers"],
 }
 
 
-@pytest.mark.parametrize("name", sorted(p.name for p in EXAMPLES.glob("*.py")))
+def programs():
+    """The examples. Recipes are trained for a few steps by test_docs.py, and here to their end."""
+    for path in sorted(EXAMPLES.glob("*.py")):
+        is_recipe = "from recipe import" in path.read_text(encoding="utf-8")
+        if path.name != "recipe.py":
+            yield pytest.param(path.name, marks=pytest.mark.long if is_recipe else ())
+
+
+@pytest.mark.parametrize("name", programs())
 def test_an_example_runs(name, tmp_path):
     for package in ["sklearn", *NEEDS.get(name, [])]:
         pytest.importorskip(package)
