@@ -188,6 +188,63 @@ def _line(y: float, look: str) -> str:
     return f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" {look}/>'
 
 
+# ---- a flame graph
+
+_LEAST_PART = 0.002  # of the width: narrower boxes are left out
+_ROW = 25  # pixels
+
+
+class _Flame:
+    def __init__(self) -> None:
+        self.n_bytes = 0
+        self.above: dict[str, _Flame] = {}
+
+
+def flames(stacks: Iterable[tuple[Sequence[str], int]], readable: Callable[[float], str]) -> str:
+    """Call stacks as boxes, as wide as their bytes; a line is below the one that called it.
+    stacks: ([line, the outermost first], bytes)."""
+    root = _Flame()
+    for lines, n in stacks:
+        flame = root
+        flame.n_bytes += n
+        for line in lines:
+            flame = flame.above.setdefault(line, _Flame())
+            flame.n_bytes += n
+    boxes: list[str] = []
+    depth = _add_boxes(boxes, root, "all", 0.0, root.n_bytes or 1, 0, readable)
+    return f'<div class="flames" style="height:{_ROW * depth}px">' + "\n".join(boxes) + "</div>"
+
+
+def _add_boxes(
+    boxes: list[str],
+    flame: _Flame,
+    label: str,
+    left: float,
+    all_bytes: int,
+    row: int,
+    readable: Callable[[float], str],
+) -> int:
+    """Adds the box of a flame, whose left edge is at that part of the width, and those below it.
+    Returns the rows that are used."""
+    text = f"{label}: {readable(flame.n_bytes)}"
+    file = label.rpartition("/")[2]
+    hue = sum(map(ord, file.rpartition(":")[0])) * 47 % 360
+    boxes.append(
+        f'<div class="box" style="left:{100 * left:.3f}%;width:'
+        f"{100 * flame.n_bytes / all_bytes:.3f}%;top:{_ROW * row}px;"
+        f'background:hsl({hue} 55% 78%)" title="{html.escape(text)}">'
+        f"{html.escape(file)} {readable(flame.n_bytes)}</div>"
+    )
+    depth = row + 1
+    for name, above in sorted(flame.above.items(), key=lambda item: -item[1].n_bytes):
+        part = above.n_bytes / all_bytes
+        if part >= _LEAST_PART:
+            below = _add_boxes(boxes, above, name, left, all_bytes, row + 1, readable)
+            depth = max(depth, below)
+        left += part
+    return depth
+
+
 # ---- text
 
 

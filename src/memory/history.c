@@ -392,7 +392,7 @@ koila_status koila__history_body(const koila__history *h, const uint32_t *group_
         koila__text_puts(out, "</p>\n<h2>Memory over time, by the line that asked</h2>\n");
         write_plot(&pg, seconds);
         write_legend(&pg);
-        koila__text_puts(out, "<h2>At the peak</h2>\n");
+        koila__text_puts(out, "<h2>At the peak, by file and line</h2>\n");
         write_flames(&pg);
         if (!koila__text_ok(out))
             status = KOILA_NO_MEMORY;

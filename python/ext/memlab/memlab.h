@@ -58,6 +58,7 @@ typedef struct koila__site {
     int line;
     /* address of the innermost torch.nn.Module whose method ran; NULL: none, or not noted */
     const void *module;
+    uint32_t caller; /* tag of the user's line that called this one; 0: none, or not noted */
     uint64_t hash;
 } koila__site;
 /* The tag of the site that allocates on this thread now; 0: no Python code. Needs no GIL. */

@@ -4,8 +4,8 @@
  * The allocating thread usually does not hold the GIL (torch releases it around every operator), so
  * Python objects may only be read: this thread's own frames, which no other thread changes
  * meanwhile, their code objects and the characters of the file names. A site is a copy of (file,
- * line) and, for timelines, the address of the module whose method runs; its number is the block's
- * tag. Frames of torch and koila are skipped, so the line is the user's.
+ * line) and, for timelines, the address of the module whose method runs and the site of the line
+ * that called; its number is the block's tag. Frames of torch and koila are skipped, so the line is the user's.
  */
 #include "memlab/memlab.h"
 
@@ -44,7 +44,7 @@ static void after_fork_child(void) { pthread_mutex_init(&site_lock, NULL); }
 uint32_t koila__sites_who_asks(void) { return 0; }
 #else
 #define CAN_TRACE 1
-enum { FRAMES_MAX = 1000 }; /* deeper frames are not read */
+enum { FRAMES_MAX = 1000, CALLERS_MAX = 24 }; /* deeper frames are not read */
 #define FNV_PRIME 1099511628211u
 
 typedef struct any_frame any_frame;
@@ -158,7 +158,7 @@ static bool same_site(const void *at, uint32_t id, const void *key)
     const koila__site *a = (const koila__site *)at + id;
     const koila__site *b = key;
     return a->hash == b->hash && a->line == b->line && a->module == b->module &&
-           strcmp(a->file, b->file) == 0;
+           a->caller == b->caller && strcmp(a->file, b->file) == 0;
 }
 static uint64_t site_hash(const void *at, uint32_t id)
 {
@@ -181,13 +181,13 @@ static uint32_t add_site(koila__site s)
     return sites.n;
 }
 
-static uint32_t intern_site(const char *file, int line, const void *module)
+static uint32_t intern_site(const char *file, int line, const void *module, uint32_t caller)
 {
-    uint64_t h = koila__mix(koila__mix(0, (uint64_t)line), (uint64_t)(uintptr_t)module);
+    uint64_t h = koila__mix(koila__mix(caller, (uint64_t)line), (uint64_t)(uintptr_t)module);
     for (const char *s = file; *s; s++)
         h = (h ^ (unsigned char)*s) * FNV_PRIME;
     h ^= h >> 32;
-    const koila__site wanted = { (char *)file, line, module, h };
+    const koila__site wanted = { (char *)file, line, module, caller, h };
     pthread_mutex_lock(&site_lock);
     const uint32_t id = koila__idset_find(&known_sites, h, same_site, sites.at, &wanted);
     const uint32_t tag = id == KOILA__NO_ID ? add_site(wanted) : id + 1;
@@ -213,17 +213,23 @@ static const void *module_of(any_frame *f)
 uint32_t koila__sites_who_asks(void)
 {
     PyThreadState *ts = PyGILState_GetThisThreadState();
-    any_frame *user = NULL;
+    any_frame *users[CALLERS_MAX]; /* the nearest first */
+    int n = 0;
+    const int most = module_class ? CALLERS_MAX : 1;
     any_frame *f = ts ? first_frame(ts) : NULL;
     const void *module = NULL;
-    for (int depth = 0; f && !user && depth < FRAMES_MAX; f = frame_below(f), depth++) {
+    for (int depth = 0; f && n < most && depth < FRAMES_MAX; f = frame_below(f), depth++) {
         const char *file = file_of(frame_code(f));
-        if (module_class && !module)
+        if (module_class && !module && !n)
             module = module_of(f);
         if (file && !is_inside(file))
-            user = f;
+            users[n++] = f;
     }
-    return user ? intern_site(file_of(frame_code(user)), frame_line(user), module) : 0;
+    uint32_t tag = 0;
+    while (n-- > 0)
+        tag = intern_site(file_of(frame_code(users[n])), frame_line(users[n]), n ? NULL : module,
+                          tag);
+    return tag;
 }
 #endif
 

@@ -10,7 +10,8 @@
  *         def end(self): ...                  # solves; the rest is known after it
  *         start, peak, end_bytes, n_events, n_lost: int
  *         def at_peak(self): ...  # [(address, bytes, (file, line) or None, module address,
- *                                 #   ns since the beginning, still there)]
+ *                                 #   ns since the beginning, still there,
+ *                                 #   ((file, line), ...) of the lines that called, nearest first)]
  *         def events(self): ...   # [(address, +-bytes, (file, line) or None, ns)]
  *         def body(self) -> str: ...      # of its page, HTML
  */
@@ -167,6 +168,18 @@ static unsigned long long since(const koila__history *h, size_t i)
     return i < h->n_first || h->n == h->n_first ? 0 : h->events[i].ns - h->events[h->n_first].ns;
 }
 
+/* The lines that called the one of a tag, the nearest first, as a list of (file, line). */
+static PyObject *callers_of(PyObject *cache, uint32_t tag)
+{
+    PyObject *list = PyList_New(0);
+    for (tag = koila__sites_get(tag).caller; list && tag; tag = koila__sites_get(tag).caller) {
+        PyObject *site = site_tuple(cache, tag);
+        if (!site || PyList_Append(list, site) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
 static PyObject *timeline_at_peak(timeline *t, PyObject *none)
 {
     const koila__history *h = &t->history;
@@ -179,11 +192,12 @@ static PyObject *timeline_at_peak(timeline *t, PyObject *none)
         const void *module = koila__sites_get(e->tag).module;
         PyObject *still_there = h->other[i] == SIZE_MAX ? Py_True : Py_False;
         PyObject *site = site_tuple(cache, e->tag);
-        PyObject *row =
-            site ? Py_BuildValue("(KKOKKO)", (unsigned long long)(uintptr_t)e->p,
-                                 (unsigned long long)e->n_bytes, site,
-                                 (unsigned long long)(uintptr_t)module, since(h, i), still_there)
-                 : NULL;
+        PyObject *callers = site ? callers_of(cache, e->tag) : NULL;
+        PyObject *row = callers ? Py_BuildValue("(KKOKKON)", (unsigned long long)(uintptr_t)e->p,
+                                                (unsigned long long)e->n_bytes, site,
+                                                (unsigned long long)(uintptr_t)module, since(h, i),
+                                                still_there, callers)
+                                : NULL;
         if (!row || PyList_Append(out, row) < 0)
             Py_CLEAR(out);
         Py_XDECREF(row);
@@ -312,8 +326,8 @@ static PyMethodDef timeline_methods[] = {
       "from now on." },
     { "end", (PyCFunction)timeline_end, METH_NOARGS, "Stop recording." },
     { "at_peak", (PyCFunction)timeline_at_peak, METH_NOARGS,
-      "[(address, bytes, (file, line) or None, module, ns, still there)] of what was live at the "
-      "peak." },
+      "[(address, bytes, (file, line) or None, module, ns, still there, callers)] of what was "
+      "live at the peak." },
     { "events", (PyCFunction)timeline_events, METH_NOARGS,
       "[(address, +-bytes, (file, line) or None, ns)], blocks live at the beginning first." },
     { "body", (PyCFunction)timeline_body, METH_NOARGS, "body() -> HTML, without a head." },

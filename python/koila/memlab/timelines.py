@@ -35,8 +35,9 @@ class timeline:
     no other number.
 
     After the block: `.start .peak .end` (bytes), `.n_events`; at the peak `.at_peak` [{name, kind,
-    bytes, line, module}], `.by_kind() .by_module() .by_line()`; `.curve()`; `str()`;
-    `.save(path)`: .txt .html .json .csv, and .pickle, which PyTorch's memory viewer opens.
+    bytes, line, module, stack}] (stack: the program's lines, the outermost first), `.by_kind()
+    .by_module() .by_line()`; `.curve()`; `str()`; `.save(path)`: .txt .html .json .csv, and
+    .pickle, which PyTorch's memory viewer opens.
 
     A block freed before the end has the kind "gone": its line and module are known, its name is
     not.
@@ -103,9 +104,10 @@ class timeline:
         for r in self._names.collect():
             if r[tensors.DEVICE] == devices.name(self._device) and r[tensors.BYTES] > 0:
                 rows.setdefault(r[tensors.DATA], r)
-        for address, n, site, module, _, stays in record.at_peak():
+        for address, n, site, module, _, stays, callers in record.at_peak():
             row = rows.get(address) if stays else None
-            line = f"{_cells.file_shown(site[0])}:{site[1]}" if site else None
+            lines = [f"{_cells.file_shown(f)}:{at}" for f, at in ([site] if site else []) + callers]
+            line = lines[0] if lines else None
             name, kind = (
                 (str(row[tensors.NAME]), str(row[tensors.KIND]))
                 if row
@@ -117,7 +119,10 @@ class timeline:
                 else None
             )
             where = modules.get(module) if owner is None else owner or "the model"
-            self.at_peak.append(dict(name=name, kind=kind, bytes=n, line=line, module=where))
+            self.at_peak.append(
+                dict(name=name, kind=kind, bytes=n, line=line, module=where)
+                | {"stack": lines[::-1]}
+            )
         self.at_peak.sort(key=lambda row: -row["bytes"])
 
     @property
@@ -228,7 +233,8 @@ class timeline:
 
     def _as_csv(self) -> str:
         buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, ("name", "kind", "bytes", "line", "module"))
+        columns = ("name", "kind", "bytes", "line", "module")
+        writer = csv.DictWriter(buffer, columns, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(self.at_peak)
         return buffer.getvalue()
@@ -238,6 +244,9 @@ class timeline:
 
     def _body(self) -> list[str]:
         parts = [_cells.cells_in(self._over().body())]
+        stacks = [(r["stack"] or ["line not known"], r["bytes"]) for r in self.at_peak]
+        parts.append(_pages.heading("At the peak, by call stack"))
+        parts.append(_pages.flames(stacks, utils.readable_size))
         for title, table in self._tables()[:2]:
             rows = [
                 (utils.readable_size(n), "not known" if key is None else str(key))
