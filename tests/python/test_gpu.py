@@ -684,6 +684,33 @@ def bytes_held(device):
     return torch.cuda.memory_allocated()
 
 
+@pytest.mark.parametrize("device, tries", [("cpu", True), ("cuda", False)])
+def test_no_size_is_tried_on_a_gpu_whose_time_nobody_waits_for(device, tries):
+    model = big_model(D, 128).to(device)
+    x, y = (t.to(device) for t in big_batch(128, D))
+    koila._core.cpu_bytes_reset_peak()
+    torch.cuda.reset_peak_memory_stats()
+    big_loss(model, x, y).backward()
+    peak = koila._core.cpu_bytes_peak() if device == "cpu" else torch.cuda.max_memory_allocated()
+    model.zero_grad()
+    held = bytes_held(device)
+    now = iter(range(10_000))
+    was_on = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    koila._core.plant_clock(lambda: float(next(now)))
+    sizes = []
+    try:
+        with koila.budget({device: held + (peak - held) * 2 // 3}):
+            for _ in range(14):
+                model.zero_grad()
+                big_loss(model, *lazy(x, y)).backward()
+                sizes.append(koila.last_plan().micro_batch)
+    finally:
+        koila._core.plant_clock(None)
+        torch.use_deterministic_algorithms(was_on, warn_only=True)
+    assert sizes[0] < 128 and (len(set(sizes[2:])) > 1) == tries
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_budget_cuts_forced_rows_further(device):
     """On the CPU torch refuses what lies beyond the budget, and the slice is cut again. On a GPU
