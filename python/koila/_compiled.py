@@ -10,15 +10,16 @@ each way of calling it: the code is recorded for two small batches, and must be
   pure          it writes no buffers
 
 All else is recorded as it was written, uncompiled: a loss or a batch norm in training mode inside
-the module, and compiled functions.
+the module, and compiled functions. So is the first call of a module that `module.compile()`
+compiled: then what is called there is put behind a `_CompiledCall`.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from . import _core, _sharded
 from ._errors import KoilaError
-from ._opaque import ROWS, WHOLE, Runner
+from ._opaque import ROWS, WHOLE, Runner, running
 from ._torch import untyped_storage
 from ._undo import UndoWrites
 
@@ -43,7 +44,6 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_runners: weakref.WeakKeyDictionary[torch.nn.Module, Runner] = weakref.WeakKeyDictionary()
 _installed: list[Callable[..., Any]] = []  # the call of a compiled module, as torch wrote it
 
 
@@ -57,13 +57,50 @@ def install() -> None:
     _installed.append(plainly)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _core.is_recording() or not _has_lazies((args, kwargs)):
+        if not _meets_lazies(args, kwargs):
             return plainly(self, *args, **kwargs)
-        return _call(self, args, kwargs)
+        kept = self.__dict__.get("_koila_call")
+        if kept is None:
+            compiled = functools.partial(plainly, self)
+            kept = self.__dict__["_koila_call"] = _CompiledCall(self, compiled, self)
+        return kept(*args, **kwargs)
 
     dynamo.OptimizedModule.__call__ = call
     if hasattr(dynamo, "_callback_from_stance"):
         _leave_lazies_alone(dynamo)
+
+
+class _CompiledCall:
+    """A compiled call of a module, which runs on slices of lazy batches, where that may be. It lies
+    in the module's dictionary; copies and pickles of the module have none.
+
+    compiled: the call; told: has `get_compiler_config()`, or not.
+    """
+
+    def __init__(self, module: torch.nn.Module, compiled: Callable[..., Any], told: Any) -> None:
+        self.module, self.compiled, self._told = module, compiled, told
+        self._runner: Runner | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _here.learning or not _meets_lazies(args, kwargs):
+            return self.compiled(*args, **kwargs)
+        if self._runner is None and _may_be_cut(self.module, self._told):
+            self._runner = Runner(self.compiled, self.module, _learned)
+        return (self._runner or self.compiled)(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def _compiled_by_itself(called: Any) -> None:
+    """`called` is what a compiled function runs: if that is a module which `module.compile()`
+    compiled, its next call with lazy tensors runs on slices."""
+    module = getattr(called, "__self__", None)
+    if not isinstance(module, torch.nn.Module) or called.__name__ != "_call_impl":
+        return
+    compiled: Any = module._compiled_call_impl
+    if compiled is not None and not isinstance(compiled, _CompiledCall):
+        module.__dict__["_compiled_call_impl"] = _CompiledCall(module, compiled, compiled)
 
 
 def _leave_lazies_alone(dynamo: Any) -> None:
@@ -72,9 +109,10 @@ def _leave_lazies_alone(dynamo: Any) -> None:
     count: Any = getattr(dynamo, "set_fullgraph_compiled_frame_count", None)
 
     def callback_from_stance(callback: Any) -> Any:
-        if _core.is_recording():
+        if _core.is_recording() and not running.here:
             given = sys._getframe(1).f_locals  # of the wrapper around what was compiled
             if _has_lazies((given.get("args"), given.get("kwargs"))):
+                _compiled_by_itself(given.get("fn"))
                 _here.uncounted |= bool(given.get("fullgraph_count_enabled"))
                 return None
         return chosen(callback)
@@ -94,44 +132,22 @@ def _has_lazies(given: Any) -> bool:
     return any(_core.is_lazy(x) for x in pytree.tree_leaves(given))
 
 
-def _call(module: Any, args: Any, kwargs: Any) -> Any:
-    runner = _runners.get(module)
-    if runner is None and not _here.learning and _may_be_cut(module):
-        runner = _runners[module] = Runner(_Original(module), module, _learned)
-    if runner is None or _here.learning:
-        return _installed[0](module, *args, **kwargs)
-    return runner(*args, **kwargs)
+def _meets_lazies(args: Any, kwargs: Any) -> bool:
+    return not running.here and _core.is_recording() and _has_lazies((args, kwargs))
 
 
-class _Original:
-    """The call of a compiled module, which it does not keep alive."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _installed[0](self._module(), *args, **kwargs)
-
-    def parameters(self) -> list[torch.Tensor]:
-        module: Any = self._module()
-        return list(module.parameters())
-
-    def buffers(self) -> list[torch.Tensor]:
-        module: Any = self._module()
-        return list(module.buffers())
-
-
-def _may_be_cut(module: Any) -> bool:
+def _may_be_cut(module: torch.nn.Module, told: Any) -> bool:
     parallel = torch.nn.parallel.DistributedDataParallel
     if any(isinstance(m, parallel) for m in module.modules()) or _sharded.is_sharded(module):
         return False  # they act on gradients by themselves
-    config = getattr(module, "get_compiler_config", None)
+    config = getattr(told, "get_compiler_config", None)
     # The memory of what a CUDA graph gives is that of its next run.
     return not (config and (config() or {}).get("triton.cudagraphs"))
 
 
 def _learned(
-    function: Any,
+    module: torch.nn.Module,
+    function: Callable[..., Any],
     rebuild: Callable[[list[torch.Tensor]], Any],
     tensors: list[torch.Tensor],
 ) -> tuple[list[int], list[set[int]]] | None:
@@ -141,12 +157,17 @@ def _learned(
     if n_rows < 2:
         return None
     kinds = [ROWS if _core.is_lazy(t) and t.dim() and len(t) == n_rows else WHOLE for t in tensors]
+
+    def call(given: list[torch.Tensor]) -> Any:
+        args, kwargs = rebuild(given)
+        return function(*args, **kwargs)
+
     _here.learning = True
     open_step = _core.swap_open(None)
     before = _core.configure(dry=True, strict=False, slices="fewest")
     try:
         _core.configure(budget=None, micro_batch=1)
-        small, large = (_recorded(function, rebuild, tensors, kinds, n) for n in _SIZES)
+        small, large = (_recorded(module, call, tensors, kinds, n) for n in _SIZES)
     except (KoilaError, RuntimeError, TypeError, ValueError):
         return None  # its original raises, perhaps for such small batches alone
     finally:
@@ -167,8 +188,8 @@ class _Recording:
 
 
 def _recorded(
-    function: Any,
-    rebuild: Callable[[list[torch.Tensor]], Any],
+    module: torch.nn.Module,
+    call: Callable[[list[torch.Tensor]], Any],
     tensors: list[torch.Tensor],
     kinds: list[int],
     n: int,
@@ -182,11 +203,10 @@ def _recorded(
         axis = _core.axis(n)
         _core.tape_open()
         given = [_core.lazy_leaf(t, axis, 0) if k == ROWS else t for t, k in zip(real, kinds)]
-        args, kwargs = rebuild(given)
-        results = [r for r in pytree.tree_leaves(function(*args, **kwargs)) if r is not None]
+        results = [r for r in pytree.tree_leaves(call(given)) if r is not None]
         if not results or not all(map(_core.is_lazy, results)):
             return None
-        if writes.wrote([*function.parameters(), *function.buffers(), *real]):
+        if writes.wrote([*module.parameters(), *module.buffers(), *real]):
             return None
         if not _are_rows(results, n):
             return None
@@ -195,7 +215,7 @@ def _recorded(
         constants = [
             t for _, t in _core.leaves_on(tape) if untyped_storage(t).data_ptr() not in inputs
         ]
-        numbers = {id(p): i for i, p in enumerate(function.parameters())}
+        numbers = {id(p): i for i, p in enumerate(module.parameters())}
         return _Recording(tape.text(), constants, [_used(r, numbers) for r in results])
 
 

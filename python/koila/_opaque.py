@@ -23,20 +23,36 @@ from ._own_operators import OwnOperator, own_operators
 from ._torch import untyped_storage
 
 
+class _Running(threading.local):
+    """here: does this thread run a module as it is?"""
+
+    here = False
+
+
+running = _Running()
+
+
 class _Exchanges:
     """Which modules run here just now, some with other parameters than their own, and in which
     thread. What two threads exchange at once they put back wrong."""
 
     def __init__(self) -> None:
-        self._now: list[tuple[int, set[int]]] = []  # thread, ids of modules
+        self._now: list[tuple[int, torch.nn.Module]] = []  # thread, module
         self._ended = threading.Condition()
 
-    def _wait(self, module: torch.nn.Module) -> tuple[int, set[int]]:
+    def _is_elsewhere(self, module: torch.nn.Module, thread: int) -> bool:
+        others = [m for t, m in self._now if t != thread]
+        if not others:  # mostly, and walking the modules takes time
+            return False
+        mine = {id(m) for m in module.modules()}
+        return any(id(m) in mine for other in others for m in other.modules())
+
+    def _wait(self, module: torch.nn.Module) -> tuple[int, torch.nn.Module]:
         """Until no other thread runs this module here, or a part of it."""
-        mine = threading.get_ident(), {id(m) for m in module.modules()}
-        while any(t != mine[0] and not ids.isdisjoint(mine[1]) for t, ids in self._now):
+        thread = threading.get_ident()
+        while self._is_elsewhere(module, thread):
             self._ended.wait()
-        return mine
+        return thread, module
 
     @contextlib.contextmanager
     def of(self, module: torch.nn.Module) -> Iterator[None]:
@@ -150,14 +166,17 @@ class _Compilation:
 _ALONE = 2  # a tensor's memory is used by the tensor, and by who asks
 
 
-def _n_users(t: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(untyped_storage(t)._cdata))
+def _is_alone(t: torch.Tensor) -> bool:
+    """Is t dense, with memory that no other tensor uses?"""
+    storage = untyped_storage(t)
+    users = torch._C._storage_Use_Count(storage._cdata)
+    return users <= _ALONE and storage.nbytes() == t.nbytes
 
 
 def _has_own_memory(t: torch.Tensor, taken: set[int]) -> bool:
     """Is t dense, with memory that is in none of `taken`? Then it is from now on."""
     storage = untyped_storage(t)
-    if storage._cdata in taken or storage.nbytes() != t.numel() * t.element_size():
+    if storage._cdata in taken or storage.nbytes() != t.nbytes:
         return False
     taken.add(storage._cdata)
     return True
@@ -185,6 +204,8 @@ class _Call:
     device, autocast: the program's default device and autocast at the call, for the function runs
         later, where others may be set.
     held: what waits for the backward; shared: the results that share memory with that.
+    places: tables of the module and its parts, with what is there by which key; found: its
+        parameters as these tables have them.
     """
 
     __slots__ = (
@@ -192,6 +213,7 @@ class _Call:
         "autocast",
         "device",
         "differentiated",
+        "found",
         "function",
         "held",
         "key",
@@ -200,6 +222,7 @@ class _Call:
         "names",
         "needed",
         "of_rows",
+        "places",
         "rebuild",
         "results",
         "shapes",
@@ -224,6 +247,8 @@ class _Call:
         self.differentiated, self.kinds, self.used = differentiated, kinds, used
         self.held = _Held()
         self.shared: set[int] = set()
+        self.places: list[tuple[dict[str, Any], str, Any]] = []
+        self.found: list[torch.Tensor | None] = []
         self.device = _device.CURRENT_DEVICE
         self.autocast = _autocast_now()
         self.results: tuple[Any, list[bool]] | None = None
@@ -232,11 +257,32 @@ class _Call:
         self.key = next(_keys)
         _calls[self.key] = self
 
-    def alone(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
         """No other thread runs the module here meanwhile."""
-        if self.module is None or not self.names:
-            return contextlib.nullcontext()
-        return _exchanges.of(self.module)
+        outer, running.here = running.here, True
+        try:
+            if self.module is None or not self.names:
+                yield
+            else:
+                with _exchanges.of(self.module):
+                    yield
+        finally:
+            running.here = outer
+
+    def _parameters_now(self, module: torch.nn.Module) -> list[torch.Tensor | None]:
+        """Those called `names`. A walk of the modules is for the first slice: in others it is
+        looked whether the tables that it passed have changed."""
+        if not self.places or any(table.get(k) is not there for table, k, there in self.places):
+            self.places = [
+                (table, key, there)
+                for m in module.modules()
+                for table in (m._modules, m._parameters)
+                for key, there in table.items()
+            ]
+            named = dict(module.named_parameters())
+            self.found = [named.get(name) for name in self.names]
+        return self.found
 
     def own(self, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """The module's parameters, where they are the tensors `parameters`, and need the gradients
@@ -244,8 +290,7 @@ class _Call:
         anything else. A hook would see the gradient of each slice. Inside `alone`."""
         if self.module is None or not self.names:
             return None
-        there = dict(self.module.named_parameters())
-        own = [there.get(name) for name in self.names]
+        own = self._parameters_now(self.module)
         same = all(
             type(p) is torch.nn.Parameter
             and p.requires_grad == needed
@@ -253,7 +298,7 @@ class _Call:
             and (p is t or (type(t) is torch.Tensor and p.dtype is t.dtype and p.is_set_to(t)))
             for p, t, needed in zip(own, parameters, self.needed)
         )
-        return own if same else None  # type: ignore[return-value]
+        return list(own) if same else None  # type: ignore[arg-type]
 
     def __call__(
         self,
@@ -336,8 +381,8 @@ def _forward(
     with torch.no_grad(), call.alone():
         results = call(inputs, None if call.own(parameters) is not None else parameters)
     call.check(results, len(inputs[0]))
-    given = {_storage(t) for t in [*inputs, *parameters]}
-    return [r if _has_own_memory(r, given) else r.contiguous().clone() for r in results]
+    given = set(map(id, [*inputs, *parameters]))
+    return [r if _is_alone(r) and id(r) not in given else r.contiguous().clone() for r in results]
 
 
 class _WithAutograd:
@@ -397,13 +442,17 @@ def _forward_kept(
         results, leaves = _run_with_graph(call, inputs, parameters)
         graph = _Graph(results, leaves)
     call.check(results, len(inputs[0]))
-    taken = {_storage(t) for t in [*inputs, *parameters]}
     out = [r.detach() for r in results]
     del results, leaves
+    taken: set[int] | None = None
     for i, r in enumerate(out):
+        if _is_alone(r):
+            continue
+        if taken is None:
+            taken = {_storage(t) for t in [*inputs, *parameters]}
         if not _has_own_memory(r, taken):
             out[i] = r.contiguous().clone()
-        elif _n_users(r) > _ALONE and i not in shared:
+        elif i not in shared:
             # The graph has it too: from the next step on the plan knows, and nothing is copied.
             call.shared.add(i)
             out[i] = r.clone()
@@ -443,15 +492,16 @@ def _backward_of(
     compilation.found()
     del graph
     all_given = [*inputs, *parameters]
-    taken = {_storage(t) for t in [*grads, *all_given]}
+    met = set(map(id, [*grads, *all_given]))
     out = []
     for i, at in enumerate(wanted):
         g, found[i] = found[i], None
         if g is None:
             g = torch.zeros_like(all_given[at])
-        elif not _has_own_memory(g, taken) or _n_users(g) > _ALONE:
+        elif id(g) in met or not _is_alone(g):
             g = g.clone()
-        out.append(g.detach())
+        met.add(id(g))
+        out.append(g)
     return out
 
 
@@ -647,9 +697,9 @@ class Runner:
         module: torch.nn.Module | None,
         learn: Callable[..., tuple[list[int], list[set[int]]] | None] | None = None,
     ) -> None:
-        """learn: finds out whether rows are independent, from the function, how its arguments are
-        rebuilt from tensors, and these. Returns `kinds` and `used` of a call; None: it must be
-        recorded."""
+        """learn: finds out whether rows are independent, from module and function, how its
+        arguments are rebuilt from tensors, and these. Returns `kinds` and `used` of a call; None:
+        it must be recorded."""
         self._function, self._module, self._learn = function, module, learn
         self._known: dict[Any, _Call | None] = {}
 
@@ -732,7 +782,7 @@ class Runner:
             is_hashable = False
         learned: Any = [EITHER] * len(tensors), None
         if self._learn is not None:
-            learned = self._learn(self._function, rebuild, tensors)
+            learned = self._learn(self._module, self._function, rebuild, tensors)
         call = None
         if learned is not None:
             call = _Call(

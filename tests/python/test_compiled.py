@@ -1,7 +1,11 @@
 """Modules and functions that run as they are: their forward once a slice, and compiled ones with
 their compiled kernels."""
 
+import copy
+import gc
+import pickle
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -189,10 +193,14 @@ def backend():
     torch._dynamo.reset()
 
 
+def as_it_is(self, h):
+    return h
+
+
 class Rows(nn.Module):
     """A linear layer; `mix` makes its rows depend on each other, or on their number."""
 
-    def __init__(self, mix=lambda self, h: h):
+    def __init__(self, mix=as_it_is):
         super().__init__()
         torch.manual_seed(0)
         self.linear, self.mix = nn.Linear(32, 32), mix
@@ -284,18 +292,89 @@ def test_a_compiled_part_of_a_model_is_run_as_it_is(backend):
     assert backend.rows
 
 
-def test_compiled_functions_and_methods_are_recorded_as_they_were_written(backend):
+def test_compiled_functions_are_recorded_as_they_were_written(backend):
     model = Rows()
     x, y = batch()
     expected = gradients(model, lambda: F.mse_loss(model(x).sin(), y))
     sine = torch.compile(torch.sin, backend=backend)
-    model.compile(backend=backend, fullgraph=True)
     for _ in range(2):
         F.mse_loss(sine(model(x)), y)  # compiled on plain tensors before
         backend.rows.clear()
         with koila.micro_batch(5):
             assert_alike(gradients(model, lambda: F.mse_loss(sine(model(lazy(x))), y)), expected)
         assert not backend.rows
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_module_that_compiled_itself_runs_on_slices_from_its_second_lazy_call_on(
+    backend, fullgraph
+):
+    model = nn.Sequential(nn.Linear(32, 32), Rows(), nn.Linear(32, 32)).double()
+    x, y = batch()
+    expected = gradients(model, lambda: F.mse_loss(model(x), y))
+    model[1].compile(backend=backend, fullgraph=fullgraph)
+    n_compiled = []
+    for i in range(4):
+        F.mse_loss(model(x), y)  # plain calls in between are torch's own
+        backend.rows.clear()
+        with koila.micro_batch(5):
+            assert_alike(gradients(model, lambda: F.mse_loss(model(lazy(x)), y)), expected)
+        assert bool(backend.rows) == (i > 0)
+        n_compiled.append(backend.n_compiled)
+    assert n_compiled[1] == n_compiled[2] == n_compiled[3]
+
+
+def test_a_compiled_module_inside_distributed_data_parallel_runs_on_slices(backend, tmp_path):
+    distributed = torch.distributed
+    model = Rows()
+    del model.norm  # DistributedDataParallel asks for parameters that are used
+    x, y = batch()
+    expected = gradients(model, lambda: F.mse_loss(model(x), y))
+    distributed.init_process_group("gloo", f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        parallel = nn.parallel.DistributedDataParallel(torch.compile(model, backend=backend))
+        reduced = []
+
+        def reduce(state, bucket):
+            reduced.append(bucket.buffer().numel())
+            future = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        parallel.register_comm_hook(None, reduce)
+        for _ in range(2):
+            backend.rows.clear()
+            with koila.micro_batch(5):
+                step = gradients(model, lambda: F.mse_loss(parallel(lazy(x)), y))
+            assert_alike(step, expected)
+            assert backend.rows
+        assert len(reduced) == 2, "once a step, not once a slice"
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_a_compiled_module_is_freed_and_copied_like_another(backend, by_itself):
+    def step(model):
+        x, y = batch()
+        with koila.micro_batch(5):
+            return gradients(model, lambda: F.mse_loss(model(lazy(x)), y))
+
+    def alive():
+        model = Rows()
+        compiled = model if by_itself else torch.compile(model, backend=backend)
+        if by_itself:
+            model.compile(backend=backend)
+        for _ in range(2):
+            expected = step(compiled)
+        assert_alike(step(copy.deepcopy(compiled)), expected)
+        assert_alike(pickle.loads(pickle.dumps(model)).parameters(), model.parameters())
+        return weakref.ref(model), weakref.ref(compiled)
+
+    made = alive()
+    torch._dynamo.reset()
+    gc.collect()
+    assert [r() for r in made] == [None, None]
 
 
 def test_evaluation_mode_and_no_grad_run_a_compiled_module_too(backend):
