@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
@@ -37,3 +38,7 @@ def steps_aside(gpu: int) -> None:
         observe = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
         if observe is not None and len(_gpus) == 1:
             observe(_is_refused)
+    logging.getLogger("koila").info(
+        "steps of the same inputs were whole, with room to spare: torch does the next ones alone "
+        "(koila.step_aside(False) turns that off)"
+    )

@@ -77,6 +77,8 @@ def cut_line(plan: Plan) -> str:
     text = f"{what} {cut}: {readable(plan.predicted_peak_bytes)}"
     if plan.budget_bytes is not None:
         text += f" of {readable(plan.budget_bytes)}"
+    if plan.n_fewest < plan.n_micro_batches:
+        text += f"; {plan.n_fewest} slices would fit, more are tried for speed"
     if plan.is_cut and plan.plain_peak_bytes is not None:
         text += f"; plain would need {readable(plan.plain_peak_bytes)}"
     if plan.n_recomputed:

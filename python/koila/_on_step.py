@@ -125,6 +125,8 @@ def on_step(callback: Callback) -> Listener:
     """Call `callback(step)` after each `backward()` (or `torch.autograd.grad()`) of a lazy step, in
     the thread that ran it, with a `Step`. In all threads of the process.
 
+    Steps that torch does alone (see `lazy()`) are not told.
+
     The step is complete by then: gradients and buffers are in place. What a callback raises comes
     out of `backward()`, after the other callbacks were called. Ctrl-C is not held back.
 

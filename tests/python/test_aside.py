@@ -3,6 +3,7 @@ alone. Every claim is about a loop that goes on, as users have it: nothing is lo
 back in time."""
 
 import contextlib
+import logging
 import threading
 
 import pytest
@@ -139,6 +140,16 @@ def test_the_plan_tells_it():
     assert koila.plans()[-1].n_aside == 0, "what ran is told as it ran"
     loop.steps(1, rows=7)
     assert koila.last_plan().n_aside == 0 and koila.last_plan().batch == 7
+
+
+def test_the_log_tells_it_each_time_that_koila_steps_aside(caplog):
+    caplog.set_level(logging.INFO, "koila")
+    loop = Loop()
+    for rows in (6, 6, 7, 6):
+        for _ in range(AFTER + 2):
+            loop.step(torch.randn(rows, 4))
+    told = [r.getMessage() for r in caplog.records if "torch does the next ones" in r.getMessage()]
+    assert len(told) == 2 and loop.was_lazy.count(False) == 2 + 6 + 2 + 6
 
 
 def test_explain_of_a_step_aside_gives_the_plan_of_the_recorded_one():
