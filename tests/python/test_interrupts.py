@@ -112,7 +112,7 @@ def sweep(model, data, every, known=False):
     after = model_state(model)
     for name in ("grad:0.weight", "value:buffer 1.running_mean"):
         assert not torch.equal(before[name], after[name])
-    for _ in range(3 if known else 0):
+    for _ in range(3):  # until the log has told all, and the backward is known
         prepared().backward()
     loss = prepared()
     n_known = _core.n_backwards_copied()

@@ -3,6 +3,7 @@
 import io
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -155,6 +156,28 @@ def test_what_a_handler_raises_does_not_stop_a_step(monkeypatch):
         _log.LOGGER.removeHandler(handler)
         _log.LOGGER.setLevel(logging.NOTSET)
     assert model[0].weight.grad is not None and [type(e) for e in found] == [KeyError]
+
+
+def test_ctrl_c_while_the_log_speaks_is_raised_after_it(caplog, ctrl_c):
+    """It comes out of the read, and is not lost with what handlers raise."""
+
+    class Interrupting(logging.Handler):
+        def emit(self, record):
+            signal.raise_signal(signal.SIGINT)
+            spoken.append(record)
+
+    spoken, handler = [], Interrupting()
+    caplog.set_level(logging.INFO, "koila")
+    _log.LOGGER.addHandler(handler)
+    x = lazy(torch.randn(12, 5))
+    try:
+        with koila.micro_batch(4), pytest.raises(KeyboardInterrupt):
+            (x * 2).sum().item()
+            for _ in range(10):  # it may come right after
+                pass
+    finally:
+        _log.LOGGER.removeHandler(handler)
+    assert len(spoken) == 1
 
 
 PROGRAM = """

@@ -5,7 +5,8 @@
  * Python objects may only be read: this thread's own frames, which no other thread changes
  * meanwhile, their code objects and the characters of the file names. A site is a copy of (file,
  * line) and, for timelines, the address of the module whose method runs and the site of the line
- * that called; its number is the block's tag. Frames of torch and koila are skipped, so the line is the user's.
+ * that called; its number is the block's tag. Frames of torch and koila are skipped, so the line is
+ * the user's.
  */
 #include "memlab/memlab.h"
 

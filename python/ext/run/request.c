@@ -738,6 +738,8 @@ static int run_alone(koila__tape *t, const koila__wanted *w)
         if (t->left_meanwhile)
             koila__step_left(t);
     }
+    if (status == 0)
+        koila__tell(); /* a signal that came there would be lost with the log's exceptions */
     koila__shield_leave();
     return status;
 }
@@ -753,9 +755,7 @@ int koila__request(koila__tape *t, const koila__wanted *w)
         koila__context_lend(t->context);
     koila__settings_enforce();
     const int status = run_alone(t, w);
-    if (status == 0)
-        koila__tell();
-    else
+    if (status < 0)
         koila__aside_failed();
     koila__context_give_back(before);
     Py_DECREF(t);
