@@ -1,6 +1,9 @@
 """One thread a process (bit-equality is a claim about the same kernels), koila's settings put back
 after each test, long tests on demand.
 
+koila does not step aside (test_aside.py turns that on): a test that repeats a step many times is
+about steps that koila runs.
+
 KOILA_DEVICE=cuda: tensors that name no device are made there, so that the tests run on a GPU, with
 the kernels that give the same bits twice. Left out there is what is marked
 `about_the_cpu("why")`: a claim about the host's memory, or about what a host's tensors alone can
@@ -12,6 +15,7 @@ import signal
 import pytest
 import torch
 
+os.environ.setdefault("KOILA_STEP_ASIDE", "0")  # of programs that tests start, too
 torch.set_num_threads(1)
 LONG = os.environ.get("KOILA_LONG") == "1"
 DEVICE = os.environ.get("KOILA_DEVICE", "cpu")

@@ -28,7 +28,9 @@ AFTER, EVERY = 4, 50  # steps in this file; 16 and 1024 by default
 def soon():
     """koila steps aside soon, and remembers nothing of another test's steps."""
     before = _core.aside_after(AFTER, EVERY)
+    _core.configure_step_aside(None)
     yield before
+    _core.configure_step_aside(False)
     _core.aside_after(*before)
 
 
@@ -311,7 +313,7 @@ def test_it_can_be_turned_off_in_the_environment(monkeypatch):
         asked("1")
         assert not all(Loop().steps(AFTER + 1).was_lazy)
     finally:
-        _core.configure_step_aside(None)
+        _core.configure_step_aside(True)
 
 
 def test_inputs_that_need_gradients_are_always_lazy():
