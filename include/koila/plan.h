@@ -208,6 +208,9 @@ typedef struct koila_plan_info {
     uint32_t inner_dim;
     int64_t inner_size, inner_rows;
     uint32_t inner_slices;
+    /** estimated time in all slices / of each recorded call once: work, and what a call takes
+     * whatever its operands. Plans that fit along other axes are compared by it */
+    double time_ratio;
 } koila_plan_info;
 
 /** Plan how to make `targets` (recorded values). Of `graph` only the table is kept.

@@ -181,6 +181,8 @@ class Plan:
         n_recorded, n_run, replay_ratio: operators recorded; operators run, over all slices; work
             run per work recorded, by estimated time. Those of a backward count what ran before it
             for values that were read in the middle of its step.
+        time_ratio: the estimated time of the plan per that of each recorded operator once: work,
+            and what calling an operator takes whatever its size, which many slices multiply.
         n_recomputed: operators of the forward pass that ran once more in each slice, because
             their results were dropped: nothing else fitted.
         n_offloaded, offloaded_bytes: values that waited in host memory between their uses in the
@@ -212,6 +214,7 @@ class Plan:
     n_recorded: int
     n_run: int
     replay_ratio: float
+    time_ratio: float
     n_recomputed: int
     n_offloaded: int
     offloaded_bytes: int

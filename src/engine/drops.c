@@ -202,6 +202,13 @@ static const rung *next_to_fill(const rungs *r, uint32_t n, const bool *is_seen,
     return best;
 }
 
+/* Are the ways compared with a plan that fits? */
+static bool is_compared(const koila__planning *q)
+{
+    return q->plan->info.peak_bytes <= q->options->budget_bytes &&
+           (q->accepted || !q->options->accepts);
+}
+
 /* In a large step: of the rungs of the ladder that may fit, and of all that is dropped, what may
  * stay stays. */
 static koila_status add_fills(const koila__planning *q, rungs *r, koila_node at)
@@ -209,8 +216,9 @@ static koila_status add_fills(const koila__planning *q, rungs *r, koila_node at)
     bool is_seen[KOILA_COUNT(ladder)] = { 0 };
     const uint64_t budget = q->options->budget_bytes;
     const uint32_t n = r->n;
+    const uint32_t most = is_compared(q) ? 1 : MOST_FILLED;
     const rung *x = next_to_fill(r, n, is_seen, budget);
-    for (uint32_t i = 0; i < MOST_FILLED && x; i++, x = next_to_fill(r, n, is_seen, budget)) {
+    for (uint32_t i = 0; i < most && x; i++, x = next_to_fill(r, n, is_seen, budget)) {
         is_seen[x - r->at] = true;
         koila__outline_choose(r->usual, &x->how);
         KOILA_TRY(add_path(r, at, KOILA__FILLS, budget));
@@ -257,7 +265,7 @@ static koila_status add_choices(const koila__planning *q, rungs *r, koila_node a
         return KOILA_OK;
     if (!is_small)
         KOILA_TRY(add_fills(q, r, at));
-    if (n_makers > KOILA_COST_LARGE_STEP && least_of(r) <= budget)
+    if (!is_small && (is_compared(q) || n_makers > KOILA_COST_LARGE_STEP) && least_of(r) <= budget)
         return KOILA_OK;
     for (uint32_t i = 0; i < (is_small ? n : n > 0); i++)
         KOILA_TRY(add_path_of_rung(r, at, i));
@@ -536,20 +544,17 @@ static koila_status try_along(koila__planning *q, const koila__way *way, rung *x
     return KOILA_OK;
 }
 
-/* *best becomes the rung of the least time: one that is worse than a rung that fits ends the
- * search, as do two in a row before any fits. If none fits, the best one is tried with loops apart.
+/* *best becomes the rung of the least time. If none fits, the best one is tried with loops apart.
  * Where none may fit, the one that may need the least is tried, for the error. */
 static koila_status climb_along(koila__planning *q, const koila__way *way, rungs *r,
                                 koila__way *best)
 {
-    uint32_t n_worse = 0; /* in a row */
     rung *taken = NULL;
     bool is_better;
-    for (uint32_t i = 0; i < r->n && n_worse < (best->accepted ? 1 : 2); i++) {
+    for (uint32_t i = 0; i < r->n; i++) {
         if (r->at[i].bound > q->options->budget_bytes)
             continue;
         KOILA_TRY(try_along(q, way, &r->at[i], best, &is_better));
-        n_worse = is_better || !best->placed ? 0 : n_worse + 1;
         taken = is_better ? &r->at[i] : taken;
         if (is_better && koila__outline_is_hopeless(r->usual, best->peak, q->options->budget_bytes))
             i++; /* the next one leaves a little less */

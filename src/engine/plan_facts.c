@@ -5,6 +5,7 @@
 #include "engine/both.h"
 #include "engine/live.h"
 #include "engine/share.h"
+#include "engine/ways.h"
 #include "graph/table.h"
 
 static bool fill_curve(void *user, uint32_t stage, koila_node node, uint64_t bytes)
@@ -96,6 +97,13 @@ uint64_t koila__plan_peak(const koila__placed *p, const koila__schedule *s,
     return koila__live_simulate(p, s, &live, NULL, NULL, NULL).peak_bytes;
 }
 
+static double time_ratio_of(const koila_plan *p)
+{
+    const koila__way way = { .placed = p->placed, .schedule = p->schedule, .rows = p->rows };
+    const double recorded = koila__recorded_time(&p->schedule);
+    return recorded > 0 ? koila__way_time(&way) / recorded : 1;
+}
+
 koila_status koila__plan_describe(koila_plan *p, const koila_plan_options *o)
 {
     enum { N_LARGEST = 32 };
@@ -123,6 +131,7 @@ koila_status koila__plan_describe(koila_plan *p, const koila_plan_options *o)
     koila_assert(result.peak_bytes == peak);
     for (uint32_t k = 0; k < p->schedule.n_stages; k++)
         p->schedule.stages[k].stage.peak_bytes = peaks[k];
+    p->info.time_ratio = time_ratio_of(p);
     p->info.peak_bytes = result.peak_bytes;
     p->info.peak_node = result.peak_node;
     p->largest = koila__arena_array(&p->arena, top.n, sizeof *p->largest);

@@ -477,6 +477,47 @@ static void take_best_of_last(search *x, const attempt *r)
     take(x, r->best, r->least_peak);
 }
 
+static double time_of_taken(const search *x)
+{
+    return koila__way_time(&(koila__way){ .placed = x->found.placed,
+                                          .schedule = x->candidates[x->taken].schedule,
+                                          .rows = x->found.rows });
+}
+
+/* n_slices were taken with a policy that is not of the least work. Those of less work, which need
+ * more slices, may take less time all the same. */
+static void try_thinner(search *x, int64_t n_slices)
+{
+    const uint64_t budget = x->q->options->budget_bytes;
+    const uint32_t n = x->taken;
+    const double time = time_of_taken(x);
+    const koila__way was = x->found;
+    for (uint32_t k = 0; k < n; k++) {
+        const candidate *c = &x->candidates[k];
+        if (c->state != CARRIED_OUT || c->never_fits)
+            continue;
+        set_rows(x, 2 * n_slices < x->batch ? 2 * n_slices : x->batch);
+        const uint64_t peak = search_peak(x, c, budget);
+        if (peak > budget)
+            continue;
+        take(x, k, peak);
+        if (time_of_taken(x) < time)
+            return;
+        take(x, n, was.peak);
+    }
+    set_rows(x, n_slices);
+}
+
+/* n_slices are taken, `before` were not. */
+static koila_status improve(search *x, int64_t before, int64_t n_slices)
+{
+    if (x->q->options->accepts)
+        return refine(x, before, n_slices);
+    if (x->q->seeds) /* along another axis ways are compared by time */
+        try_thinner(x, n_slices);
+    return KOILA_OK;
+}
+
 /* Finds the fewest slices that fit, and the best policy for them; when nothing fits, the smallest
  * peak with the most slices. */
 static koila_status choose(search *x)
@@ -499,7 +540,7 @@ static koila_status choose(search *x)
                       .best = KOILA_NONE };
         KOILA_TRY(try_slices(x, &r));
         if (x->found.accepted)
-            return o->accepts && !forced ? refine(x, before, n_slices) : KOILA_OK;
+            return forced ? KOILA_OK : improve(x, before, n_slices);
         if (x->q->is_lazy && r.n_hopeless == r.n_carried_out && !x->hopeless)
             return take_bound(x);
         if (!r.n_carried_out)

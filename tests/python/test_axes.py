@@ -428,10 +428,12 @@ def bytes_for(per_token, n_tokens, model):
     return held + sum(p.nbytes for p in model.parameters()) + per_token * n_tokens
 
 
-@counted
-def test_along_tokens_less_memory_is_never_less_work():
-    """Loops that keep nothing compute the layers before them once more in each of 13: results that
-    are dropped, and computed again segment by segment, are a third of that work."""
+# of 1,000 bytes a token: for slices along tokens, a pass computed again, and both
+PER_TOKEN = (7, 8, 9, 11, 14, 15, 20)
+
+
+def plans_of_one_document():
+    """What is planned for one document at budgets that rise."""
     n = 2048
     model = zoo.gpt2(n_positions=n, n_embd=64, n_head=2, n_layer=6, vocab_size=500)
     ids = torch.randint(0, 500, (1, n))
@@ -439,11 +441,29 @@ def test_along_tokens_less_memory_is_never_less_work():
     def step(x, y):
         F.cross_entropy(model(input_ids=x).logits.flatten(0, 1), y.flatten()).backward()
 
-    work = [
-        koila.plan(step, ids, ids, budget=bytes_for(per_token, n, model)).replay_ratio
-        for per_token in (20_000, 15_000, 12_000, 10_000, 8_000, 7_000, 6_000)
-    ]
-    assert work == sorted(work) and work[-1] < 2
+    budgets = [bytes_for(1000 * k, n, model) for k in PER_TOKEN]
+    return [koila.plan(step, ids, ids, budget=b) for b in budgets], budgets
+
+
+def slower_than_before(times):
+    """Those that take over 1.05 of the least time at a smaller budget. (Plans are compared above
+    1.05 of the step's own time.)"""
+    return [i for i in range(1, len(times)) if times[i] > 1.05 * min(times[:i])]
+
+
+@counted
+def test_along_tokens_more_memory_is_never_more_time():
+    """A plan that fits a smaller budget fits a larger one too, so none is slower there. Loops that
+    keep nothing would compute the layers before them once more in each of 13: that is no plan."""
+    plans, budgets = plans_of_one_document()
+    assert all(p.predicted_peak_bytes <= b for p, b in zip(plans, budgets, strict=True))
+    assert {p.axis is None for p in plans} == {True, False}
+    assert any(p.n_recomputed and p.axis for p in plans)
+    assert not slower_than_before([p.time_ratio for p in plans])
+    assert all(1 < p.replay_ratio < 2 for p in plans)
+    assert plans[0].time_ratio > 1.5 * plans[-1].time_ratio
+    # a planted fault: the way of the smallest budget at the largest
+    assert slower_than_before([p.time_ratio for p in (*plans[1:], plans[0])])
 
 
 @counted

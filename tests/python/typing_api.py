@@ -72,6 +72,7 @@ def plans(step: Any, loss: torch.Tensor) -> None:
     assert_type(p.predicted_peak_bytes, int)
     assert_type(p.n_fewest, int)
     assert_type(p.measured_peak_bytes, int | None)
+    assert_type(p.time_ratio, float)
     assert_type(
         [(g.operator, g.shape, g.n_bytes) for g in p.gathers],
         list[tuple[str, tuple[int, ...], int]],

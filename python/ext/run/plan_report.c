@@ -396,6 +396,7 @@ PyObject *koila__step_facts(const koila__step *step)
     bad |= set_item(d, "n_run", PyLong_FromUnsignedLongLong(step->n_run));
     bad |= set_item(d, "replay_ratio", PyFloat_FromDouble(replay_ratio_of(step, &info)));
     bad |= set_item(d, "n_aside", PyLong_FromUnsignedLongLong(step->n_aside));
+    bad |= set_item(d, "time_ratio", PyFloat_FromDouble(info.time_ratio));
     bad |= set_item(d, "n_recomputed", PyLong_FromUnsignedLong(info.n_again));
     bad |= set_item(d, "n_offloaded", PyLong_FromUnsignedLong(info.n_offloaded));
     bad |= set_item(d, "offloaded_bytes", PyLong_FromUnsignedLongLong(info.offloaded_bytes));
