@@ -56,7 +56,7 @@ static const koila__recompute ladder[] = {
 
 /* From where all is dropped in three directions, and from each of these rungs; of a large step from
  * fewer. */
-enum { MOST_PATHS = 3 + KOILA_COUNT(ladder), MOST_FILLED = 3 };
+enum { MOST_PATHS = 3 + 2 * KOILA_COUNT(ladder), MOST_FILLED = 3 };
 
 /* The same with host memory. */
 static const koila__recompute host_ladder[] = {
@@ -229,10 +229,11 @@ static koila_status add_fills(const koila__planning *q, rungs *r, koila_node at)
 }
 
 /* A path from rung i of the ladder. */
-static koila_status add_path_of_rung(rungs *r, koila_node at, uint32_t i)
+static koila_status add_path_of_rung(rungs *r, koila_node at, uint32_t i,
+                                     koila__direction direction)
 {
     koila__outline_choose(r->usual, &r->at[i].how);
-    return add_path(r, at, KOILA__SPARES_DEAR, UINT64_MAX);
+    return add_path(r, at, direction, UINT64_MAX);
 }
 
 /* A path from where all is dropped, or back. */
@@ -268,12 +269,15 @@ static koila_status add_choices(const koila__planning *q, rungs *r, koila_node a
     if (!is_small && (is_compared(q) || n_makers > KOILA_COST_LARGE_STEP) && least_of(r) <= budget)
         return KOILA_OK;
     for (uint32_t i = 0; i < (is_small ? n : n > 0); i++)
-        KOILA_TRY(add_path_of_rung(r, at, i));
+        KOILA_TRY(add_path_of_rung(r, at, i, KOILA__SPARES_DEAR));
     KOILA_TRY(add_path_of_all(r, at, KOILA__DROPS));
     if (!is_small)
         return KOILA_OK;
     KOILA_TRY(add_path_of_all(r, at, KOILA__SPARES_DEAR));
-    return add_path_of_all(r, at, KOILA__SPARES_HIGH);
+    KOILA_TRY(add_path_of_all(r, at, KOILA__SPARES_HIGH));
+    for (uint32_t i = 0; i < n && least_of(r) > budget; i++)
+        KOILA_TRY(add_path_of_rung(r, at, i, KOILA__SPARES_HIGH));
+    return KOILA_OK;
 }
 
 static koila_status make_rungs(const koila__planning *q, const koila__way *base, koila_node at,
