@@ -1,4 +1,4 @@
-"""A Python program that is run inside another one, as `python program.py` would run it."""
+"""A Python program that is run inside another one, as Python itself would run it."""
 
 from __future__ import annotations
 
