@@ -10,11 +10,11 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader
 
-from . import _engine  # noqa: F401  the budget holds from here on
 from ._budget import from_environment
 from ._errors import UnsupportedError
 from ._lazy import lazy
@@ -64,6 +64,7 @@ def _set(options: argparse.Namespace) -> None:
     }
     os.environ.update({name: text for name, (_, text) in asked.items() if text is not None})
     try:
+        import_module("._engine", __package__)  # reads them all, unless it has started before
         from_environment()
     except ValueError as error:
         told = str(error)
