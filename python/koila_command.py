@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 def _become_the_c_program(argv: Sequence[str]) -> NoReturn:
     spec: Any = find_spec("koila")  # finds the package without running it
-    program = os.fspath(spec.loader.get_resource_reader("koila").files() / "koila")
+    program = os.fspath(spec.loader.get_resource_reader("koila").files() / "bin" / "koila")
     try:
         os.execv(program, ["koila", *argv])
     except OSError as error:

@@ -20,7 +20,7 @@ import sysconfig
 FILES = {
     "koila/py.typed": "type checkers read the annotations",
     "koila/_core.pyi": "the extension's annotations",
-    "koila/koila": "the C program behind the command",
+    "koila/bin/koila": "the C program behind the command",
     "koila_command.py": "the command",
     "koila_pytest.py": "the pytest plugin",
     "licenses/LICENSE": "the licence",
