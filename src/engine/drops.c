@@ -553,6 +553,7 @@ static koila_status try_along(koila__planning *q, const koila__way *way, rung *x
 static koila_status climb_along(koila__planning *q, const koila__way *way, rungs *r,
                                 koila__way *best)
 {
+    uint32_t n_worse = 0; /* in a row */
     rung *taken = NULL;
     bool is_better;
     for (uint32_t i = 0; i < r->n; i++) {
@@ -560,8 +561,13 @@ static koila_status climb_along(koila__planning *q, const koila__way *way, rungs
             continue;
         KOILA_TRY(try_along(q, way, &r->at[i], best, &is_better));
         taken = is_better ? &r->at[i] : taken;
-        if (is_better && koila__outline_is_hopeless(r->usual, best->peak, q->options->budget_bytes))
-            i++; /* the next one leaves a little less */
+        n_worse = is_better ? 0 : n_worse + 1;
+        if (!best->placed ||
+            !koila__outline_is_hopeless(r->usual, best->peak, q->options->budget_bytes))
+            continue;
+        if (n_worse == 2)
+            break;
+        i += is_better; /* the next one leaves a little less */
     }
     if (taken && !koila__way_fits(q, best)) {
         taken->how.apart = true;
