@@ -73,7 +73,8 @@ class Loop:
 
 
 def batch(i, rows=6):
-    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(i)).to(DEVICE)
+    made = torch.randn(rows, 4, generator=torch.Generator("cpu").manual_seed(i), device="cpu")
+    return made.to(DEVICE)
 
 
 def parameters(loop):
@@ -495,6 +496,15 @@ def test_out_of_memory_brings_koila_back_from_the_next_step_on():
     assert loop.is_aside
 
 
+def test_a_device_that_is_full_brings_koila_back():
+    loop = aside_loop()
+    with pytest.raises(RuntimeError) as refused:
+        loop.step(batch(0), forward=lambda x: loop.model(x) + torch.empty(1 << 44).sum())
+    assert out_of_memory(refused.value) and not isinstance(refused.value, koila.KoilaError)
+    loop.steps(1)
+    assert loop.was_lazy[-2:] == [False, True]
+
+
 @on_the_cpu
 @pytest.mark.parametrize("n", range(1, 25))
 def test_any_refusal_in_a_step_aside_is_torchs_own_and_the_next_step_is_recorded(n):
@@ -565,24 +575,34 @@ def test_a_step_that_failed_does_not_count():
 # ---- threads
 
 
-def test_each_thread_steps_aside_for_itself():
-    main = aside_loop()
-    found = {}
+def in_threads(n, work):
+    """work(i) in n threads at once. What they raise is raised."""
+    raised = []
 
-    def work(name, rows):
-        loop = Loop()
-        loop.steps(AFTER + 2, rows)
-        found[name] = (loop.was_lazy, parameters(loop))
+    def one(i):
+        try:
+            if DEVICE != "cpu":
+                torch.set_default_device(DEVICE)  # it is a thread's own
+            work(i)
+        except BaseException as e:
+            raised.append(e)
 
-    threads = [threading.Thread(target=work, args=(i, 6)) for i in range(3)]
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(n)]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
+    assert not raised
+
+
+def test_each_thread_steps_aside_for_itself():
+    main = aside_loop()
+    loops = [Loop() for _ in range(3)]  # threads share the seed
+    in_threads(3, lambda i: loops[i].steps(AFTER + 2))
     expected = parameters(Loop(lambda *v: v).steps(AFTER + 2))
-    for was_lazy, got in found.values():
-        assert was_lazy[:AFTER] == [True] * AFTER
-        assert_same(got, expected)
+    for loop in loops:
+        assert loop.was_lazy == [True] * AFTER + [False] * 2
+        assert_same(parameters(loop), expected)
     assert main.steps(1).is_aside
 
 
@@ -607,13 +627,8 @@ def test_a_setting_of_one_thread_is_not_anothers():
 def test_threads_that_end_leave_nothing():
     """Each context has a window for the peak of its steps, and there are few."""
 
-    def work():
-        Loop().steps(AFTER + 1)
-
     for _ in range(40):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        in_threads(1, lambda _: Loop().steps(AFTER + 1))
     loop = aside_loop()
 
     def hungry(x):
