@@ -3,15 +3,15 @@
  * A plan of the fewest slices that fit is looked up for every step. A step that repeats runs so
  * N_CALM times, and then tries half the rows: a run to warm up, and pairs of runs, one with each
  * size. Of each pair the ratio of the two times counts, of all pairs the median; so a machine that
- * is busy for a while slows both. Half the rows are kept if they are clearly faster, and a half of them is
- * tried next, unless they were clearly slower. Every so many steps all is tried again.
+ * is busy for a while slows both. Half the rows are kept if they are clearly faster, and a half of
+ * them is tried next, unless they were clearly slower. Every so many steps all is tried again.
  *
  * What is learned belongs to a context (a thread, an asyncio task) and a plan: to the recorded
  * step, its targets, and the fewest slices. Nothing is tried
  *
  *   - of a step with modules that run as they are: a new size compiles a compiled one once more;
  *   - of a step of less than SHORTEST_S seconds: what a slice costs by itself decides there;
- *   - until N_CALM steps in a row ran under equal settings: who compares some sees the fewest slices.
+ *   - until N_CALM steps in a row ran under equal settings: who compares some sees the fewest.
  *
  * micro_batch("fastest") heeds none of these, and also tries to cut what fits whole. */
 #include "base/idset.h"
