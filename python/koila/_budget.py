@@ -294,7 +294,12 @@ class budget(_Setting):
 def set_budget(amount: Budget, *, resident: bool = False) -> None:
     """The budget of the process from here on, in all its threads: it holds wherever no `budget()`
     is entered (inside one, also there until it ends). resident: as in `budget()`. The environment
-    variable `KOILA_BUDGET` does the same at import."""
+    variable `KOILA_BUDGET` does the same at import.
+
+    Example:
+        >>> set_budget("2GiB")
+        >>> set_budget(None)  # what is free, the default
+    """
     call = f"set_budget({amount!r}{', resident=True' if resident else ''})"
     amounts = _resolve(amount, call, resident)
     _doubt(amount, call)
@@ -320,6 +325,13 @@ class micro_batch(_Setting):
 
     Raises:
         ValueError: anything else.
+
+    Example:
+        >>> with micro_batch(5):
+        ...     x, y = lazy(images, labels)
+        ...     F.cross_entropy(model(x), y).backward()
+        >>> last_plan().n_micro_batches
+        3
     """
 
     def __init__(self, size: int | Literal["fewest", "fastest"] | None) -> None:
@@ -346,6 +358,12 @@ class axes(_Setting):
 
     Raises:
         ValueError: anything else.
+
+    Example:
+        >>> with axes("batch"):
+        ...     F.cross_entropy(model(lazy(images)), labels).backward()
+        >>> last_plan().axis is None
+        True
     """
 
     def __init__(self, which: Literal["any", "batch"]) -> None:
@@ -369,6 +387,12 @@ class host_memory(_Setting):
 
     Raises:
         ValueError: anything else.
+
+    Example:
+        >>> with host_memory("off"):
+        ...     F.cross_entropy(model(lazy(images)), labels).backward()
+        >>> last_plan().n_offloaded
+        0
     """
 
     def __init__(self, use: Literal["auto", "off"]) -> None:
@@ -411,6 +435,13 @@ class strict(_Setting):
     Operators that run while the step is recorded (`nonzero`, `unique`, masks) raise too, if their
     input would be computed in slices. An input that is whole already (the batch as it was given, a
     value that you asked for before) costs no more memory and is not refused.
+
+    Example:
+        >>> with strict(), micro_batch(4):
+        ...     model(lazy(images)).sort(0).values[:2].sum().backward()
+        Traceback (most recent call last):
+            ...
+        koila._errors.GatherError: ...
     """
 
     def _settings(self) -> dict[str, Any]:

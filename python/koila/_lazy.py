@@ -525,7 +525,13 @@ def _has_int(dims: Batch) -> bool:
 
 def run(value: _T) -> _T:
     """The plain tensor of a lazy one (computed now, sliced if it must be); containers are walked,
-    anything else is returned as it is."""
+    anything else is returned as it is.
+
+    Example:
+        >>> scores = model(lazy(images))
+        >>> run({"scores": scores, "labels": labels})["scores"].shape
+        torch.Size([12, 3])
+    """
     plain: _T = tree_map(
         lambda t, _dim, _where: (
             _core.concrete(t) if _core.is_lazy(t) else t if (s := _core.settled(t)) is None else s

@@ -838,6 +838,13 @@ def opaque(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Returns: for a module an `OpaqueModule`, which can be a part of a model; for a function a
         function.
+
+    Example:
+        >>> scale = opaque(lambda x: x * torch.sigmoid(x))
+        >>> with micro_batch(4):
+        ...     scale(model(lazy(images))).sum().backward()
+        >>> last_plan().n_micro_batches, last_plan().gathers
+        (3, [])
     """
     if isinstance(fn, torch.nn.Module):
         return OpaqueModule(fn)

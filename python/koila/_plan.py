@@ -200,6 +200,14 @@ class Plan:
             `peak_allocated`, `peak_reserved`, `n_retries`, `n_simulations`, and `margin_bytes`,
             kept free since a step like this ran out of memory. `None`: the sum of live bytes
             decided.
+
+    Example:
+        >>> with micro_batch(4):
+        ...     F.cross_entropy(model(lazy(images)), labels).backward()
+        >>> plan = last_plan()
+        >>> plan.batch, plan.micro_batch, plan.n_micro_batches, plan.gathers
+        (12, 4, 3, [])
+        >>> plan.save("plan.html")
     """
 
     batch: int
@@ -473,6 +481,11 @@ def last_plan() -> Plan | None:
     `micro_batch`, `strict`), it is the plan of what ran last. Of a step in which koila has stepped
     aside (see `lazy()`) it is the plan of the recorded step that it is like, and `n_aside` is not
     0.
+
+    Example:
+        >>> F.cross_entropy(model(lazy(images)), labels).backward()
+        >>> last_plan().n_micro_batches, last_plan().asked_by
+        (1, 'backward')
     """
     raw = _core.last_plan()
     return None if raw is None else Plan(raw)
@@ -483,7 +496,13 @@ _MOST_PLANS = 16
 
 def plans() -> Plans:
     """The plans of the last 16 runs of this thread or asyncio task, the newest last. `asked_by` and
-    `asked_at` say what asked for each: a backward, a value that was read, `koila.plan()`."""
+    `asked_at` say what asked for each: a backward, a value that was read, `koila.plan()`.
+
+    Example:
+        >>> _ = model(lazy(images)).sum().item()
+        >>> plans()[-1].asked_by
+        'item'
+    """
     return Plans(Plan(raw) for raw in _core.plans(_MOST_PLANS))
 
 
@@ -529,6 +548,11 @@ def explain(*values: Any) -> Plan:
 
     Raises:
         ValueError: nothing lazy was given.
+
+    Example:
+        >>> with micro_batch(4):
+        ...     explain(F.cross_entropy(model(lazy(images)), labels)).n_micro_batches
+        3
     """
     refuse_when_off(f"explain(<{len(values)} value{'' if len(values) == 1 else 's'}>)")
     lazies: list[torch.Tensor] = []

@@ -147,6 +147,12 @@ def plan(
     Raises: OutOfMemory when one row does not fit the budget; UnsupportedError when the step reads a
         value, and on a device when it runs a fully sharded module (FSDP), whose memory has not
         been measured; ValueError for an unknown device or setting.
+
+    Example:
+        >>> def step(x, y):
+        ...     return F.cross_entropy(model(x), y)
+        >>> plan(step, images, labels, device="h100-80gb", optimizer="adamw").fits
+        True
     """
     refuse_when_off("plan()")
     profile = _profile_of(device)
@@ -322,6 +328,10 @@ def measure_device(path: str | os.PathLike[str], device: int = 0) -> dict[str, A
     Measured in this process, best a fresh one: the CUDA context with the kernels of a small
     training step, cuBLAS's workspace, what cudaMemGetInfo reports.
     Returns: the profile. Raises: UnsupportedError without a CUDA device.
+
+    Example:
+        >>> if torch.cuda.is_available():
+        ...     profile = measure_device("gpu.json")
     """
     if not torch.cuda.is_available():
         raise UnsupportedError(

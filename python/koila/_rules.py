@@ -21,6 +21,16 @@ def register_rule(op: Any, *alternatives: str) -> None:
 
     Raises:
         ValueError: a rule cannot be read, or `op` does not name one operator.
+
+    Example:
+        >>> @torch.library.custom_op("mylib::twice", mutates_args=())
+        ... def twice(x: torch.Tensor) -> torch.Tensor:
+        ...     return 2 * x
+        >>> _ = twice.register_fake(torch.empty_like)
+        >>> register_rule(twice, "S0->S0")
+        >>> with strict(), micro_batch(4):
+        ...     twice(lazy(torch.ones(12, 2))).sum().item()
+        48.0
     """
     if not alternatives:
         raise ValueError(

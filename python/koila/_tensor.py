@@ -17,7 +17,15 @@ Tensor = torch.Tensor  # in the class below `torch` is its method
 
 class LazyTensor(torch.Tensor):
     """A tensor of the full batch that is not computed yet. It is computed when Python needs its
-    value."""
+    value.
+
+    Example:
+        >>> x = lazy(torch.ones(4, 2)) * 3
+        >>> x.shape, isinstance(x, torch.Tensor)
+        (torch.Size([4, 2]), True)
+        >>> x.sum().item()
+        24.0
+    """
 
     __slots__ = ("_v",)
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -21,7 +21,7 @@ def measure(device: devices.Device | None = None) -> _core.Measure:
         UnsupportedError: this device does not report every event, see `backend()`.
 
     >>> with measure("cpu") as m:
-    ...     x = torch.ones(1000) + 1
+    ...     x = torch.ones(1000).relu()
     >>> m.rise, m.alloc, m.freed
     (8000, 8000, 4000)
     """
@@ -43,6 +43,11 @@ def start(trace: bool = False) -> None:
     """Install the allocator hooks now, for exact numbers from the first tensor.
 
     trace: also keep file and line of every CPU allocation from now on; reports then show them.
+
+    >>> start(trace=True)
+    >>> kept = torch.ones(1000)
+    >>> any(row.line for row in snapshot().rows if row.shape == (1000,))
+    True
     """
     devices.listen()
     if trace and not _core.memlab_trace(True):
@@ -50,7 +55,11 @@ def start(trace: bool = False) -> None:
 
 
 def stop() -> None:
-    """Remove the hooks. Blocks that were counted are still noticed when they are freed."""
+    """Remove the hooks. Blocks that were counted are still noticed when they are freed.
+
+    >>> start()
+    >>> stop()
+    """
     _core.memlab_stop()
 
 
@@ -67,7 +76,11 @@ def why_not_exact(index: int) -> str:
 
 def backend() -> dict[str, Any]:
     """How memory is counted: {"cpu": "hook" | None, "cuda": "hook" | "stats" | None, "why":
-    {device: reason}}. "why" has every device that the hook does not count."""
+    {device: reason}}. "why" has every device that the hook does not count.
+
+    >>> backend()["cpu"]
+    'hook'
+    """
     devices.listen()
     kind, count = _core.memlab_devices()
     answer: dict[str, Any] = {"cpu": "hook" if _core.memlab_hooked(0) else None, "cuda": None}

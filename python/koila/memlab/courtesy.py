@@ -63,6 +63,12 @@ class Courtesy:
         UnsupportedError: CUDA graphs are being captured or alive. Nothing was moved.
         MemoryError, OutOfMemory: no room on the host, or on the device at restore; the text says
         how many bytes are missing.
+
+    >>> with Courtesy("cpu", to=".", optimizers=[optimizer]) as lent:
+    ...     lent.yielded
+    True
+    >>> lent.yielded
+    False
     """
 
     def __repr__(self) -> str:

@@ -34,6 +34,10 @@ class MemReporter:
 
     >>> reporter = MemReporter(model)
     >>> reporter.report()
+    Element type                                            Size  Used MEM
+    ...
+    0.weight                                              (8, 4)   128.00B
+    ...
     """
 
     def __init__(self, model: tensors.Models = None, pre_collect: bool = False) -> None:

@@ -24,7 +24,7 @@ class on_oom(contextlib.ContextDecorator):
     nothing on the device and changes no state of the allocator.
 
     >>> with on_oom():
-    ...     train()
+    ...     step()
     """
 
     def __new__(cls, top: Any = 20, stream: TextIO | None = None) -> Any:

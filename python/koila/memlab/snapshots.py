@@ -243,7 +243,11 @@ def snapshot(
     model: tensors.Models = None, optimizers: tensors.Optimizer | Sequence[tensors.Optimizer] = ()
 ) -> Snapshot:
     """The contents of memory now. model: a Module or a dict of them; optimizers: give names to
-    their states."""
+    their states.
+
+    >>> snapshot(model, optimizer).by_kind()["parameter"]
+    268
+    """
     call = "snapshot(model)"
     return Snapshot(
         tensors.Names(
@@ -296,7 +300,13 @@ class Diff:
 
 def diff(a: Snapshot | list[dict[str, Any]], b: Snapshot | list[dict[str, Any]]) -> Diff:
     """From a to b: two Snapshots, or two `records()` of a line profiler (then a line's bytes are
-    its peak)."""
+    its peak).
+
+    >>> before = snapshot(model)
+    >>> kept = torch.ones(1000, 1000)
+    >>> "3.81M" in str(diff(before, snapshot(model)))
+    True
+    """
     if isinstance(a, Snapshot) and isinstance(b, Snapshot):
         before, after = _bytes_by_name(a), _bytes_by_name(b)
         other = a.pid != b.pid

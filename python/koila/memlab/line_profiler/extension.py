@@ -196,7 +196,14 @@ def _show(display: RecordsDisplay) -> None:
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """%load_ext koila.memlab"""
+    """%load_ext koila.memlab
+
+    >>> from IPython.core.interactiveshell import InteractiveShell
+    >>> shell = InteractiveShell.instance()
+    >>> load_ipython_extension(shell)
+    >>> shell.find_line_magic("mlrun") is not None
+    True
+    """
 
     def mlrun(line: str, cell: str | None = None) -> Any:
         return run(ipython, line, cell)
@@ -206,6 +213,14 @@ def load_ipython_extension(ipython: Any) -> None:
 
 
 def unload_ipython_extension(ipython: Any) -> None:
-    """%unload_ext koila.memlab"""
+    """%unload_ext koila.memlab
+
+    >>> from IPython.core.interactiveshell import InteractiveShell
+    >>> shell = InteractiveShell.instance()
+    >>> load_ipython_extension(shell)
+    >>> unload_ipython_extension(shell)
+    >>> shell.find_line_magic("mlrun") is None
+    True
+    """
     for kind in ("line", "cell"):
         ipython.magics_manager.magics[kind].pop("mlrun", None)

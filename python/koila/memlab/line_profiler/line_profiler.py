@@ -95,9 +95,11 @@ class LineProfiler(_core.LineTable):
     allocate or free, at most 1000 times a line; "full" at the end of every line; "hook" never.
     As a context manager it enables and returns itself; leaving disables.
 
-    >>> with LineProfiler(work) as p:
-    ...     work()
-    >>> p.print_stats()
+    >>> with LineProfiler(step) as p:
+    ...     step()
+    >>> p.print_stats(columns=("rise", "delta"))
+    ## step
+    ...
 
     It resets and empties nothing, and sees only lines of the functions given to it.
     """

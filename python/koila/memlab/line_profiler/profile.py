@@ -35,7 +35,10 @@ def _global() -> LineProfiler:
 
 def set_target_gpu(gpu_id: Device) -> None:
     """Set the device that rows of `@profile` show from the running line on: an index, a
-    torch.device, "cuda", "cuda:1", "cpu"."""
+    torch.device, "cuda", "cuda:1", "cpu".
+
+    >>> set_target_gpu("cpu")
+    """
     global _target
     _global().target_gpu = gpu_id
     _target = gpu_id
@@ -43,7 +46,10 @@ def set_target_gpu(gpu_id: Device) -> None:
 
 def clear_global_line_profiler() -> None:
     """Drop all functions and records of `@profile` and `@profile_every`. At exit the table of a
-    cleared function says that no data was collected."""
+    cleared function says that no data was collected.
+
+    >>> clear_global_line_profiler()
+    """
     if _profiler is not None:
         _profiler.disable()
         _profiler.clear()
@@ -106,6 +112,12 @@ def profile(func: Any = None, columns: _Columns = DEFAULT_COLUMNS) -> Any:
 
     Returns the same object. An object without code gives a UserWarning and is returned unchanged.
     With `KOILA_MEMLAB=0` it does nothing.
+
+    >>> @profile
+    ... def double(x):
+    ...     return 2 * x
+    >>> double(torch.ones(2))
+    tensor([2., 2.])
     """
     names = check_columns(columns)
     if func is None:
@@ -126,6 +138,15 @@ def profile_every(
 
     Raises:
         TypeError, ValueError: `output_interval` is not an int, or below 1.
+
+    >>> @profile_every(2, columns=("hits", "alloc"))
+    ... def double(x):
+    ...     return 2 * x
+    >>> _ = double(torch.ones(250))
+    >>> _ = double(torch.ones(250))
+    ## double
+    ...
+       2 ...    3     return 2 * x
     """
     if isinstance(output_interval, bool) or not isinstance(output_interval, int):
         raise TypeError(f"profile_every(output_interval={output_interval!r}): expected an int")
