@@ -169,6 +169,7 @@ def run_program(path: pathlib.Path, folder: pathlib.Path, options: list[str]) ->
     """Run a program as `python PATH OPTIONS` does; what it prints is folder/"printed.txt"."""
     sys.argv = [str(path), *options]
     sys.path.insert(0, str(path.parent))
+    os.chdir(folder)
     with open(folder / "printed.txt", "w", encoding="utf-8") as printed:
         with contextlib.redirect_stdout(printed):
             runpy.run_path(str(path), run_name="__main__")
@@ -207,6 +208,7 @@ def serve() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     koila.lazy(torch.ones(2))  # the engine starts once, for all
+    torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]).step()  # and torch's compiler is imported
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what pages print by other ways than sys.stdout is no answer
     for line in sys.stdin:

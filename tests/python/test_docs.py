@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import docstring_examples
 import pages
 import pytest
 
@@ -86,6 +87,27 @@ def test_the_examples_of_a_page_run_and_print_what_it_says(name, runner, tmp_pat
         pytest.importorskip(package)
     wrong = runner(ROOT / name, tmp_path)
     assert not wrong, wrong
+
+
+def test_the_docstring_of_each_public_name_has_an_example_that_runs(runner, tmp_path):
+    names = list(docstring_examples.names())
+    wrong = runner(ROOT / "tests/python/docstring_examples.py", tmp_path, *names)
+    assert not wrong, wrong
+    assert {"koila.lazy", "koila.OutOfMemory", "koila.memlab.measure"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    "text, wrong",
+    [
+        ("No example.", "f has no example"),
+        (">>> 1 + 1\n3\n", "Got:\n    2"),
+        (">>> lost()\n", "NameError"),
+        (">>> 1 + 1\n2\n", ""),
+    ],
+)
+def test_a_wrong_example_of_a_docstring_is_found(text, wrong):
+    said = docstring_examples.wrong_of(text, "f")
+    assert wrong in said and bool(wrong) == bool(said)
 
 
 @pytest.mark.parametrize("name", ["README.md", *PAGES])
