@@ -349,8 +349,8 @@ KOILA_API koila_stored koila_graph_stored_get(const koila_graph *g, koila_value 
 /** The drops and storages of `from`, a graph with the same nodes, replace those of `to`; `from` is
  * left with none. */
 KOILA_API void koila_graph_take_lives(koila_graph *to, koila_graph *from);
-/** The source lines of the nodes of `from`, a graph with the same nodes over the same table, replace
- * those of `to`; `from` is left with those of `to`. */
+/** The source lines of the nodes of `from`, a graph with the same nodes over the same table,
+ * replace those of `to`; `from` is left with those of `to`. */
 KOILA_API void koila_graph_take_lines(koila_graph *to, koila_graph *from);
 /** `g` over a table of its own, which has what `g` names under the same ids, and the operators and
  * rules: another thread may use the copy while the table of `g` is used here. Freed by

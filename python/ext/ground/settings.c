@@ -47,7 +47,7 @@ koila__settings koila__settings_now(void)
     koila__settings s = own();
     if (!s.own_rows && !s.dry && !s.rows && s.slices == KOILA__SLICES_AUTO)
         s.rows = process.rows;
-    /* micro_batch(None) is the automatic choice, whatever the process has, but KOILA_TUNE=0 holds */
+    /* micro_batch(None) is automatic, whatever the process says, but KOILA_TUNE=0 holds */
     if (s.slices == KOILA__SLICES_AUTO && (!s.own_rows || process.slices == KOILA__SLICES_FEWEST))
         s.slices = process.slices;
     if (!s.own_budget && !s.dry) {
