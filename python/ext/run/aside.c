@@ -461,7 +461,8 @@ static int step_aside(const inputs *in)
     return does > 0 && start(s, k) < 0 ? -1 : does;
 }
 
-const koila__step *koila__aside_step(uint64_t number)
+/* What the last step was like, if torch has done it alone, and after run `number`; else NULL. */
+static const koila__step *done_alone_since(uint64_t number)
 {
     const aside *s = aside_now(false);
     const kind *found = NULL;
@@ -475,6 +476,13 @@ const koila__step *koila__aside_step(uint64_t number)
             found = k;
     }
     return found ? &found->step : NULL;
+}
+
+const koila__step *koila__last_step(void)
+{
+    const koila__step *recorded = koila__past_last();
+    const koila__step *alone = recorded ? done_alone_since(recorded->number) : NULL;
+    return alone ? alone : recorded;
 }
 
 /* ---- the copies */

@@ -2,12 +2,11 @@
  *
  *   koila__last_step_is(step)   after each run, and each plan of koila.plan()
  *   koila__past_step(i)         the last KOILA__MOST_PAST of them
- *   koila__last_step()          the newest that ran a backward
+ *   koila__past_last()          the newest that ran a backward
  *
  * A value that is read in the middle of a step and an evaluation do not hide the last backward,
  * unless settings (budget, slices, strict) were changed since it ran: then the last step is the
- * newest run of any kind. What koila.plan() planned counts only before all runs. A step that torch
- * has done alone since is told by the run of the recorded step that it was like (aside.c).
+ * newest run of any kind. What koila.plan() planned counts only before all runs.
  *
  * A step that reads values is several runs. Its tape counts them, and its backward tells them all:
  * each recorded operator once, however many runs have run it.
@@ -115,15 +114,13 @@ const koila__step *koila__past_step(uint32_t i)
     return p && i < KOILA__MOST_PAST ? step_or_null(slot_of(p, i)) : NULL;
 }
 
-const koila__step *koila__last_step(void)
+const koila__step *koila__past_last(void)
 {
     const past *p = past_now();
     if (!p || !p->ran.step.c)
         return koila__past_step(0);
     const bool counts = p->backward.step.c && p->backward.settings == p->ran.settings;
-    const koila__step *recorded = step_or_null(counts ? &p->backward : &p->ran);
-    const koila__step *aside = koila__aside_step(recorded->number);
-    return aside ? aside : recorded;
+    return step_or_null(counts ? &p->backward : &p->ran);
 }
 
 uint64_t koila__n_told(void) { return n_steps; }

@@ -350,5 +350,4 @@ void koila__plan_cache_clear(void)
     }
     koila__gpu_forget();
     koila__unlearn();
-    koila__aside_forget();
 }

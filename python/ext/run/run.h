@@ -404,8 +404,9 @@ PyObject *koila__step_dict(const koila__step *step);
 /* The same without what takes long: for each step (koila.on_step). */
 PyObject *koila__step_facts(const koila__step *step);
 enum { KOILA__MOST_PAST = 16 };
-/* What last_plan() tells: see past.c. NULL: nothing yet, without an exception. */
-const koila__step *koila__last_step(void);
+/* What last_plan() tells where koila has run the last step: see past.c. NULL: nothing yet, without
+ * an exception. */
+const koila__step *koila__past_last(void);
 /* i runs and plans before the newest; NULL: it is not remembered. */
 const koila__step *koila__past_step(uint32_t i);
 const koila__step *koila__past_numbered(uint64_t number); /* NULL: it is not remembered */
@@ -451,9 +452,9 @@ uint64_t koila__n_told(void);
 void koila__aside_ran(const koila__step *step, int gpu, bool alone);
 void koila__aside_failed(void); /* a run has failed */
 void koila__aside_forget(void); /* of all contexts: koila looks at each step again */
-/* What the last step was like, if torch has done it alone, and after run `number`; else NULL.
- * Borrowed until the next step. */
-const koila__step *koila__aside_step(uint64_t number);
+/* What last_plan() tells: koila__past_last(), or what the last step was like, if torch has done it
+ * alone since. NULL: nothing yet. Borrowed until the next step. */
+const koila__step *koila__last_step(void);
 int koila__aside_add_module(PyObject *m);
 
 /* ---- plan_report.c */

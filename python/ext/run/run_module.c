@@ -664,6 +664,7 @@ static PyObject *py_register_rule(PyObject *self, PyObject *args)
     if (status != KOILA_OK)
         return koila__raise(status);
     koila__plan_cache_clear(); /* the cached plans were made without this rule */
+    koila__aside_forget();
     Py_RETURN_NONE;
 }
 
@@ -695,6 +696,7 @@ static PyObject *py_forget(PyObject *self, PyObject *ignored)
     (void)self;
     (void)ignored;
     koila__plan_cache_clear();
+    koila__aside_forget();
     Py_RETURN_NONE;
 }
 
