@@ -416,6 +416,12 @@ class step_aside(_Setting):
 
     Raises:
         ValueError: neither `True` nor `False`.
+
+    Example:
+        >>> with step_aside(False):
+        ...     x = lazy(images)
+        >>> isinstance(x, LazyTensor)
+        True
     """
 
     def __init__(self, on: bool) -> None:

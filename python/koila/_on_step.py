@@ -39,6 +39,13 @@ class Step(_Step):
         number: of all runs of the process.
         plan: the step's `Plan`, made when it is asked for: it takes longer than the rest. `None`
             once 16 newer runs have ended, or in another thread.
+
+    Example:
+        >>> steps = []
+        >>> with koila.on_step(steps.append), micro_batch(5):
+        ...     F.cross_entropy(model(lazy(images)), labels).backward()
+        >>> steps[0].slices, steps[0].micro_batch, steps[0].batch
+        (3, 5, 12)
     """
 
     __slots__ = ()
@@ -134,21 +141,17 @@ def on_step(callback: Callback) -> Listener:
     decorator the function stays what it was.
 
     Example:
-        >>> with koila.on_step(lambda step: print(step.slices, step.measured_peak_bytes)):
-        ...     loss.backward()
+        >>> with koila.on_step(lambda step: print(step.slices, step.gathers)), micro_batch(4):
+        ...     F.cross_entropy(model(lazy(images)), labels).backward()
+        3 0
 
-        TensorBoard:
+    For TensorBoard and for Weights & Biases::
 
-        >>> writer = torch.utils.tensorboard.SummaryWriter()
-        >>> @koila.on_step
-        ... def log(step):
-        ...     writer.add_scalar("koila/slices", step.slices, step.number)
-        ...     writer.add_scalar("koila/peak_bytes", step.measured_peak_bytes, step.number)
+        @koila.on_step
+        def log(step):
+            writer.add_scalar("koila/slices", step.slices, step.number)
 
-        Weights & Biases:
-
-        >>> koila.on_step(lambda step: wandb.log(
-        ...     {"koila/slices": step.slices, "koila/seconds": step.seconds}, commit=False))
+        koila.on_step(lambda step: wandb.log({"koila/seconds": step.seconds}, commit=False))
     """
     if not callable(callback):
         raise TypeError(f"on_step({callback!r}): expected a function of one step, got {callback!r}")

@@ -120,7 +120,9 @@ def _settings_are_put_back():
         from koila import _core
     except ImportError:
         return
-    _core.configure(micro_batch=None, budget=None, own_budget=False, strict=False, slices="auto")
+    _core.configure(
+        micro_batch=None, budget=None, own_budget=False, strict=False, slices="auto", axes="any"
+    )
     _core.configure_process(budget=None)
 
 

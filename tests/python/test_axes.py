@@ -461,7 +461,7 @@ def test_along_tokens_more_memory_is_never_more_time():
     assert any(p.n_recomputed and p.axis for p in plans)
     assert not slower_than_before([p.time_ratio for p in plans])
     assert all(1 < p.replay_ratio < 2 for p in plans)
-    assert plans[0].time_ratio > 1.5 * plans[-1].time_ratio
+    assert plans[0].time_ratio > 1.3 * plans[-1].time_ratio
     # a planted fault: the way of the smallest budget at the largest
     assert slower_than_before([p.time_ratio for p in (*plans[1:], plans[0])])
 
@@ -594,6 +594,7 @@ def test_a_row_that_runs_out_in_the_middle_goes_on_in_smaller_slices():
     loss(model, *batch).backward()
     expected = model_state(model)
     room, gradients = needs(model, batch, loss)
+    _core.configure(axes="both")
     for share in (0.25, 0.5, 0.75):  # of the allocations: in the first row, and in the second
         with only(gradients + room // 3):
             koila_step(model, loss, batch)

@@ -222,7 +222,8 @@ def test_a_loop_over_time_trains_in_slices_of_time(over, times, samples):
     plan = Step(lambda: Scan(over), samples, times).compare_at(SCANS[over] + 0.15 * (samples > 1))
     assert plan.n_micro_batches == samples
     if samples == 1:
-        assert plan.n_recomputed and plan.axis is None
+        assert plan.n_recomputed
+        assert plan.axis is None or over is of_unbound  # gathered there, which takes less time
 
 
 @counted

@@ -100,17 +100,6 @@ def test_what_users_need_is_keyword_only_past_the_subject():
     assert inspect.signature(koila.lazy).parameters["batch"].kind is inspect.Parameter.KEYWORD_ONLY
 
 
-@pytest.mark.parametrize("name", ["_lazy", "_budget", "_plan"])
-def test_the_docstrings_examples_run(name):
-    import doctest
-
-    result = doctest.testmod(
-        importlib.import_module(f"koila.{name}"),
-        extraglobs={"lazy": koila.lazy, "budget": koila.budget},
-    )
-    assert result.failed == 0 and (result.attempted or name == "_plan")  # which has no example yet
-
-
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
 def test_mypy_strict_finds_nothing_in_the_package_and_in_a_users_program_what_it_should():
     from mypy import api
