@@ -223,35 +223,35 @@ def test_command_writes_a_timeline(tmp_path):
     assert json.loads((tmp_path / "t.json").read_text())["peak"] == 4_000_000
 
 
-def allocate(keep, n):
+def allocate(keep, n):  # bytes, whole blocks of a GPU too
     keep.append(torch.empty(n, dtype=torch.uint8))
 
 
 def allocate_by(keep):
-    allocate(keep, 3_000_000)
-    allocate(keep, 1_000_000)
+    allocate(keep, 3_072_000)
+    allocate(keep, 1_024_000)
 
 
 def test_what_is_held_at_the_peak_is_told_with_the_lines_that_called(tmp_path):
     keep = []
     with timeline() as t:
         allocate_by(keep)
-        allocate(keep, 500_000)
-    found = {r["bytes"]: r["stack"] for r in t.at_peak if r["bytes"] >= 500_000}
+        allocate(keep, 512_000)
+    found = {r["bytes"]: r["stack"] for r in t.at_peak if r["bytes"] >= 512_000}
     first = allocate.__code__.co_firstlineno + 1
     outer = allocate_by.__code__.co_firstlineno + 1
     here = test_what_is_held_at_the_peak_is_told_with_the_lines_that_called.__code__
-    for n, called in ((3_000_000, [outer, first]), (1_000_000, [outer + 1, first])):
+    for n, called in ((3_072_000, [outer, first]), (1_024_000, [outer + 1, first])):
         lines = [int(line.rpartition(":")[2]) for line in found[n]]
         assert lines[-3:] == [here.co_firstlineno + 3, *called], found[n]
-    assert [int(line.rpartition(":")[2]) for line in found[500_000]][-2:] == [
+    assert [int(line.rpartition(":")[2]) for line in found[512_000]][-2:] == [
         here.co_firstlineno + 4,
         first,
     ]
     # one line is one group for all who call it
-    assert t.by_line()[found[500_000][-1]] == 4_500_000
+    assert t.by_line()[found[512_000][-1]] == 4_608_000
     t.save(tmp_path / "t.html")
     page = (tmp_path / "t.html").read_text()
     box = r'width:([\d.]+)%;top:\d+px;background:hsl[^>]*title="[^"]*:(\d+): '
     shares = {int(line): float(width) for width, line in re.findall(box, page)}
-    assert shares[outer] == pytest.approx(100 * 3_000_000 / t.peak, abs=0.01)
+    assert shares[outer] == pytest.approx(100 * 3_072_000 / t.peak, abs=0.01)
