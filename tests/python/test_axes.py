@@ -226,6 +226,8 @@ BOTH = ("gpt2", "llama", "mistral", "qwen2", "bert", "vit", "unet3d")
 )
 def test_a_sample_that_does_not_fit_trains(name, samples, share):
     make, data, loss = MODELS[name]
+    if name == "mamba":  # bounds that were learned in slices of another share refuse the least one
+        _core.forget()
     torch.manual_seed(5)
     model, batch = make(), data(samples)
     loss(model, *batch).backward()
