@@ -17,10 +17,9 @@
  * steps went well.
  */
 #include "ground/limits.h"
+#include "ground/clock.h"
 
 #include "memory/freemem.h"
-
-#include <time.h>
 
 /* clang-format off: one number a line */
 enum {
@@ -55,13 +54,6 @@ static struct {
     int64_t when;     /* milliseconds */
     uint64_t n_asked; /* times, in all */
 } answer;
-
-static int64_t milliseconds_now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
-}
 
 static uint64_t least_of(uint64_t a, uint64_t b) { return a < b ? a : b; }
 static uint64_t minus(uint64_t a, uint64_t b) { return a > b ? a - b : 0; }
@@ -156,7 +148,7 @@ koila__resident_room koila__resident_room_for(uint64_t held, uint64_t budget, bo
     answer.held = held;
     answer.budget = budget;
     answer.all = all;
-    answer.when = milliseconds_now();
+    answer.when = koila__milliseconds_now();
     answer.n_asked++;
     answer.is_known = true;
     return room;
@@ -166,7 +158,7 @@ bool koila__resident_room_lately(uint64_t held, uint64_t budget, bool all,
                                  koila__resident_room *out)
 {
     if (!answer.is_known || answer.budget != budget || answer.all != all ||
-        milliseconds_now() - answer.when > ANSWER_LASTS)
+        koila__milliseconds_now() - answer.when > ANSWER_LASTS)
         return false;
     *out = answer.room;
     if (out->mapped != UINT64_MAX) /* it is beyond what was held then */

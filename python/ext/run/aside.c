@@ -24,8 +24,7 @@
  * All of it is decided from the context's own state: other threads and tasks have theirs.
  */
 #include "run/run.h"
-
-#include <time.h>
+#include "ground/clock.h"
 
 /* clang-format off: one number a line */
 enum {
@@ -375,19 +374,12 @@ void koila__aside_failed(void)
 
 /* ---- stepping aside */
 
-static int64_t milliseconds_now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
-}
-
 /* Brings s->room up to date, at most ten times a second where that takes long. */
 static bool look_at_room(aside *s, int gpu)
 {
     if (gpu < 0)
         return koila__room_on(-1, false, &s->room) == 0;
-    const int64_t now = milliseconds_now();
+    const int64_t now = koila__milliseconds_now();
     if (s->room.gpu == gpu && s->looked_at && now - s->looked_at <= LOOK_LASTS)
         return true;
     s->looked_at = now;

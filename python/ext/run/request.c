@@ -17,9 +17,8 @@
  * merely held, for those must not stop a step. What cannot be done raises, with nothing changed.
  */
 #include "run/run.h"
+#include "ground/clock.h"
 #include "ground/shield.h"
-
-#include <time.h>
 
 enum { MAX_RETRIES = 64, N_LARGEST_TOLD = 3 };
 
@@ -60,13 +59,6 @@ typedef struct request {
     uint64_t key;       /* of the step */
     koila__turn turn;
 } request;
-
-static double seconds_now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 static int64_t divided_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
@@ -522,10 +514,10 @@ static next execute(request *q)
     const int window = koila__cpu_bytes_open();
     const bool is_timed = q->turn.key;
     const koila__stopwatch watch = is_timed ? koila__stopwatch_now() : (koila__stopwatch){ 0 };
-    const double started = seconds_now();
+    const double started = koila__seconds_now();
     koila__interrupted = false;
     const int status = exec_guarded(q, base, &told);
-    q->step.seconds += seconds_now() - started;
+    q->step.seconds += koila__seconds_now() - started;
     q->step.retries += told.retries;
     q->step.n_run += told.n_run;
     const bool ran_out = status < 0 && koila__is_out_of_memory();

@@ -2,8 +2,7 @@
  * time after two seconds, then ten times a second at most. Between slices only the clock is looked
  * at, and that only where somebody wants to know. */
 #include "run/run.h"
-
-#include <time.h>
+#include "ground/clock.h"
 
 static const double NEXT_SECONDS = 0.1;
 static double first_seconds = 2;
@@ -16,13 +15,6 @@ double koila__progress_after(double seconds)
     const double before = first_seconds;
     first_seconds = seconds;
     return before;
-}
-
-static double seconds_now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
 /* Slices of all loops. */
@@ -43,7 +35,7 @@ koila__progress koila__progress_begin(const koila_plan *plan)
         return (koila__progress){ 0 };
     return (koila__progress){ .is_shown = true,
                               .n_all = n_slices_of(plan),
-                              .next = seconds_now() + first_seconds };
+                              .next = koila__seconds_now() + first_seconds };
 }
 
 /* show(done, all, is_over) -> does it show that? The exception of the run, if any, is kept. */
@@ -69,7 +61,7 @@ void koila__progress_slice(koila__progress *p)
     p->n_done++;
     if (!p->is_shown || !show)
         return;
-    const double now = seconds_now();
+    const double now = koila__seconds_now();
     if (now < p->next)
         return;
     p->next = now + NEXT_SECONDS;
