@@ -1,4 +1,4 @@
-/* clock.h — the time since some moment in the past, which no setting of the system's clock moves. */
+/* clock.h — the time since some past moment, which no setting of the system's clock moves. */
 #ifndef KOILA_EXT_CLOCK_H
 #define KOILA_EXT_CLOCK_H
 
