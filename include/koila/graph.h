@@ -237,6 +237,8 @@ KOILA_API koila_status koila_table_meta(koila_table *t, koila_dtype dtype, uint1
 KOILA_API const koila_meta_info *koila_meta_get(const koila_table *t, koila_meta meta);
 /** Does the tensor fill its storage: no gaps, no element shared by two indices? */
 KOILA_API bool koila_meta_is_dense(const koila_meta_info *m);
+/** Do the elements follow one another in memory, the last dimension innermost? */
+KOILA_API bool koila_meta_is_contiguous(const koila_meta_info *m);
 /** stride[like->n_dims] of a dense tensor of size[like->n_dims] whose dimensions lie in memory in
  * the order of like's strides; among equal strides the last dimension is innermost. like->stride
  * NULL: contiguous. */

@@ -275,6 +275,17 @@ const koila_meta_info *koila_meta_get(const koila_table *t, koila_meta meta)
 
 bool koila_meta_is_dense(const koila_meta_info *m) { return m->n_storage_bytes == m->n_bytes; }
 
+bool koila_meta_is_contiguous(const koila_meta_info *m)
+{
+    int64_t expect = 1;
+    for (uint32_t i = m->n_dims; i-- > 0;) {
+        if (m->size[i] != 1 && m->stride[i] != expect)
+            return false;
+        expect *= m->size[i];
+    }
+    return true;
+}
+
 /* The innermost dimension not yet done. */
 static uint32_t innermost(const koila_meta_info *m, const bool *done)
 {

@@ -50,17 +50,6 @@ static void give_all(koila__sim *s, addresses *list)
 
 /* ---- leaves */
 
-static bool is_contiguous(const koila_meta_info *m)
-{
-    int64_t want = 1;
-    for (uint32_t i = m->n_dims; i-- > 0;) {
-        if (m->size[i] != 1 && m->stride[i] != want)
-            return false;
-        want *= m->size[i];
-    }
-    return true;
-}
-
 /* The same dtype, and the same sizes in any order: a parameter and its transpose. */
 static bool same_sizes(const koila_meta_info *a, const koila_meta_info *b)
 {
@@ -81,7 +70,7 @@ static bool same_sizes(const koila_meta_info *a, const koila_meta_info *b)
 
 bool koila__is_transposed_leaf(const koila__sim *s, koila_value v)
 {
-    return koila__is_real_leaf(s, v) && !is_contiguous(koila__sim_meta(s, v));
+    return koila__is_real_leaf(s, v) && !koila_meta_is_contiguous(koila__sim_meta(s, v));
 }
 
 /* May transposed leaf v be a view of leaf `twin`, which no other leaf is a view of? */
@@ -89,7 +78,7 @@ static bool is_twin(const koila__sim *s, koila_value twin, koila_value v)
 {
     const koila__storage_id i = s->whole[twin];
     return i && s->storages.at[i].refs == 1 && koila__is_real_leaf(s, twin) &&
-           is_contiguous(koila__sim_meta(s, twin)) &&
+           koila_meta_is_contiguous(koila__sim_meta(s, twin)) &&
            same_sizes(koila__sim_meta(s, twin), koila__sim_meta(s, v));
 }
 
@@ -149,7 +138,7 @@ void koila__sim_load_leaves(koila__sim *s)
             continue;
         if (koila_graph_stored_get(s->g, v).storage != KOILA_NONE)
             load_stored(s, v);
-        else if (is_contiguous(koila__sim_meta(s, v)))
+        else if (koila_meta_is_contiguous(koila__sim_meta(s, v)))
             s->whole[v] = koila__storage_new(s, loaded_bytes(s, v), v);
     }
     for (koila_value v = 0; v < s->n_values && !s->status; v++)

@@ -170,12 +170,12 @@ def tower(n_layers, width, batch):
     return nn.Sequential(*layers), torch.randn(batch, width)
 
 
-def step_of(n_layers, width=16, batch=128, reads=True):
+def step_of(n_layers, width=16, batch=128, reads=True, read=lambda h: h.std().item()):
     """The plans of the last step and of its reads."""
     model, x = tower(n_layers, width, batch)
     told = []
     for m in model if reads else ():
-        m.register_forward_hook(lambda m, i, o: told.append(o.std().item()))
+        m.register_forward_hook(lambda m, i, o: told.append(read(o)))
     model(lazy(x)).square().mean().backward()
     all_plans = koila.plans()
     return all_plans[-1], all_plans[-1 - min(n_layers, 15) : -1] if reads else []
@@ -199,6 +199,25 @@ def test_in_slices_a_read_costs_what_it_reads():
     assert len(set(costs[6][2:])) == 1 and set(costs[12][2:]) == set(costs[6][2:])
     reads = sum(costs[12])
     assert step.n_run == without.n_run + reads and step.n_micro_batches == 3
+
+
+def test_a_piece_that_is_read_leaves_the_whole_value_kept():
+    """The next read does not compute it again: the piece costs one operator more than the whole."""
+    with koila.micro_batch(48):
+        _, pieces = step_of(8, read=lambda h: h[0].tolist())
+        _, wholes = step_of(8, read=lambda h: koila.run(h).sum())
+    assert {p.n_run - 1 for p in pieces[2:]} == {p.n_run for p in wholes[2:]}
+
+
+@pytest.mark.parametrize("rows", [None, 7])
+def test_results_of_one_read_share_memory_as_in_eager(rows):
+    w = torch.randn(6, 6, requires_grad=True)
+    with koila.micro_batch(rows):
+        h = (lazy(torch.randn(1024, 6)) @ w).relu()
+        h.std().item()
+        whole, piece = koila.run((h.detach(), h.detach()[3]))
+        whole.zero_()
+        assert (piece == 0).all()
 
 
 def test_one_read_in_slices_leaves_nothing_behind():

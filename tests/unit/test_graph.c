@@ -56,6 +56,19 @@ TEST(graph__dense_strides_keep_the_order_of_the_dimensions)
     CHECK(!koila_meta_is_dense(&like));
 }
 
+TEST(graph__contiguous_is_one_element_after_the_other)
+{
+    const int64_t size[] = { 2, 3, 1, 5 };
+    const int64_t dense[] = { 15, 5, 77, 1 }; /* the stride of one element is never taken */
+    const int64_t turned[] = { 5, 10, 5, 1 };
+    koila_meta_info m = { .n_dims = 4, .size = size, .stride = dense };
+    CHECK(koila_meta_is_contiguous(&m));
+    m.stride = turned;
+    CHECK(!koila_meta_is_contiguous(&m));
+    m.n_dims = 0;
+    CHECK(koila_meta_is_contiguous(&m));
+}
+
 /* Records the same twice with something different: 0 nothing, 1 a name, 2 a line, 3 the axis, 4 the
  * other input, 5 a leaf's kind, 6 order of values. */
 static koila_graph *recorded(koila_table *t, int what)

@@ -252,17 +252,6 @@ enum {
     SMALL_COPY = 1 << 16
 }; /* bytes: torch copies more on all its threads, and without the GIL */
 
-static bool is_contiguous(const koila_meta_info *m)
-{
-    int64_t expect = 1;
-    for (int i = m->n_dims - 1; i >= 0; i--) {
-        if (m->size[i] != 1 && m->stride[i] != expect)
-            return false;
-        expect *= m->size[i];
-    }
-    return true;
-}
-
 /* Have both the same dispatch keys: are both plain memory, neither negated nor conjugated? */
 static bool same_keys(tensor_handle a, tensor_handle b)
 {
@@ -286,7 +275,7 @@ static PyObject *small_copy(PyObject *real, const koila_meta_info *m)
     void *from, *to;
     int32_t dtype;
     if (!koila__by_parts || !koila__shim.empty || m->device || m->n_bytes > SMALL_COPY ||
-        !m->n_bytes || !is_contiguous(m) || koila__shim.get_dtype(of, &dtype) ||
+        !m->n_bytes || !koila_meta_is_contiguous(m) || koila__shim.get_dtype(of, &dtype) ||
         koila__shim.get_data_ptr(of, &from) ||
         koila__shim.empty(m->n_dims, m->size, m->stride, dtype, 0, 0, &copy))
         return NULL;

@@ -385,13 +385,11 @@ typedef struct ended {
     koila__keeping *k;
 } ended;
 
-static uint64_t target_bytes(const ended *x, uint32_t i, bool *is_contiguous)
+static const koila_meta_info *target_meta(const ended *x, uint32_t i)
 {
     const koila_graph *lowered = koila_plan_graph(x->c->plan);
-    const koila_meta meta = koila_value_get(lowered, koila_plan_target(x->c->plan, i)).meta;
-    const koila_meta_info *m = koila_meta_get(koila__table, meta);
-    *is_contiguous = !m->stride;
-    return m->n_bytes;
+    const koila_value v = koila_plan_target(x->c->plan, i);
+    return koila_meta_get(koila__table, koila_value_get(lowered, v).meta);
 }
 
 /* By address, the largest value first. */
@@ -402,53 +400,56 @@ static int compare_memory(const void *a, const void *b)
     return by_address ? by_address : (x->n_bytes < y->n_bytes) - (x->n_bytes > y->n_bytes);
 }
 
-/* Each memory in which a value is or would be kept, with the most bytes of one. */
-static void find_kept_memory(const ended *x)
-{
-    koila__kept_memory *m = x->k->memory;
-    uint32_t n = 0, n_once = 0;
-    bool ignored;
-    for (uint32_t i = 0; x->p->kept && i < x->p->n_leaves; i++) {
-        if (!x->p->kept[i])
-            continue;
-        const koila_meta meta = koila_value_get(x->t->graph, x->p->leaf_from[i]).meta;
-        m[n++] = (koila__kept_memory){ koila__storage_of(x->p->kept[i]),
-                                       koila_meta_get(koila__table, meta)->n_bytes };
-    }
-    for (uint32_t i = x->n; i < x->n + x->k->n; i++)
-        m[n++] =
-            (koila__kept_memory){ koila__storage_of(x->results[i]), target_bytes(x, i, &ignored) };
-    qsort(m, n, sizeof *m, compare_memory);
-    for (uint32_t i = 0; i < n; i++)
-        if (!n_once || m[n_once - 1].storage != m[i].storage)
-            m[n_once++] = m[i];
-    x->k->n_memory = n_once;
-}
-
 static int compare_storage(const void *storage, const void *memory)
 {
     return compare_addresses(storage, &((const koila__kept_memory *)memory)->storage);
 }
 
-/* The most bytes of a value that is or would be kept in that memory; 0: there is none. */
-static uint64_t kept_there(const koila__keeping *k, const void *storage)
+/* NULL: no value is or would be kept in that memory. */
+static koila__kept_memory *kept_there(const koila__keeping *k, const void *storage)
 {
-    const koila__kept_memory *m =
-        bsearch(&storage, k->memory, k->n_memory, sizeof *k->memory, compare_storage);
-    return m ? m->n_bytes : 0;
+    return bsearch(&storage, k->memory, k->n_memory, sizeof *k->memory, compare_storage);
+}
+
+/* Each memory in which a value is or would be kept, with the most bytes of one. */
+static void find_kept_memory(const ended *x)
+{
+    koila__kept_memory *m = x->k->memory;
+    uint32_t n = 0, n_once = 0;
+    for (uint32_t i = 0; x->p->kept && i < x->p->n_leaves; i++) {
+        if (!x->p->kept[i])
+            continue;
+        const koila_meta meta = koila_value_get(x->t->graph, x->p->leaf_from[i]).meta;
+        m[n++] = (koila__kept_memory){ .storage = koila__storage_of(x->p->kept[i]),
+                                       .n_bytes = koila_meta_get(koila__table, meta)->n_bytes };
+    }
+    for (uint32_t i = x->n; i < x->n + x->k->n; i++)
+        m[n++] = (koila__kept_memory){ .storage = koila__storage_of(x->results[i]),
+                                       .n_bytes = target_meta(x, i)->n_bytes };
+    qsort(m, n, sizeof *m, compare_memory);
+    for (uint32_t i = 0; i < n; i++)
+        if (!n_once || m[n_once - 1].storage != m[i].storage)
+            m[n_once++] = m[i];
+    x->k->n_memory = n_once;
+    for (uint32_t i = 0; i < x->n; i++) {
+        koila__kept_memory *beside = kept_there(x->k, koila__storage_of(x->results[i]));
+        if (beside)
+            beside->n_results++;
+    }
 }
 
 /* Result i will be handed out. Where kept values share its memory, it becomes a copy if it is a
- * small piece of it; else that memory is shown, and they will be kept no more. */
+ * small piece of it and no other result lies there, which would see what is written to it; else
+ * that memory is shown, and they will be kept no more. */
 static void show(const ended *x, uint32_t i)
 {
-    bool is_contiguous;
     const void *storage = koila__storage_of(x->results[i]);
-    const uint64_t beside = storage ? kept_there(x->k, storage) : 0;
-    const uint64_t n_bytes = target_bytes(x, i, &is_contiguous);
+    const koila__kept_memory *beside = storage ? kept_there(x->k, storage) : NULL;
+    const koila_meta_info *m = target_meta(x, i);
     if (!beside)
         return;
-    PyObject *copy = is_contiguous && n_bytes <= beside / 4 ? copy_of(x->results[i]) : NULL;
+    const bool is_small = koila_meta_is_contiguous(m) && m->n_bytes <= beside->n_bytes / 4;
+    PyObject *copy = is_small && beside->n_results == 1 ? copy_of(x->results[i]) : NULL;
     if (copy) {
         Py_SETREF(x->results[i], copy);
         return;

@@ -489,7 +489,8 @@ int koila__request(koila__tape *t, const koila__wanted *w);
 /* ---- reads.c: what is kept of a read, see there */
 typedef struct koila__kept_memory {
     const void *storage;
-    uint64_t n_bytes; /* of the largest value that is kept there */
+    uint64_t n_bytes;   /* of the largest value that is kept there */
+    uint32_t n_results; /* of the read, which lie there */
 } koila__kept_memory;
 
 typedef struct koila__keeping {
