@@ -31,19 +31,10 @@ Model = tuple[torch.nn.Module, Callable[[torch.nn.Module, Any], torch.Tensor], t
 
 
 def gpt2(width: int = 64, heads: int = 4, rows: int = 4) -> Model:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from small_gpt2 import small_gpt2
 
-    sizes = {"n_layer": 12, "n_head": heads, "n_embd": width, "vocab_size": 100, "n_positions": 32}
-    config = GPT2Config(
-        **sizes,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
     return (
-        GPT2LMHeadModel(config).train(),
+        small_gpt2(n_layer=12, n_head=heads, n_embd=width, vocab_size=100, n_positions=32),
         lambda m, x: m(input_ids=x, labels=x).loss,
         torch.randint(0, 100, (rows, 16)),
     )

@@ -56,21 +56,9 @@ def conv():
 
 
 def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from small_gpt2 import small_gpt2
 
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=512,
-            n_positions=64,
-            n_embd=128,
-            n_layer=4,
-            n_head=4,
-            resid_pdrop=0,
-            embd_pdrop=0,
-            attn_pdrop=0,
-            use_cache=False,
-        )
-    )
+    return small_gpt2(n_layer=4, n_head=4, n_embd=128, vocab_size=512, n_positions=64)
 
 
 def encoder():

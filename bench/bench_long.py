@@ -16,7 +16,7 @@ import time
 import torch
 from in_turns import MIB, difference
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel
+from small_gpt2 import small_gpt2
 
 import koila
 from koila import _core, lazy
@@ -30,23 +30,6 @@ LONGEST = 16  # times that: where the search ends
 
 def as_is(*values):
     return values
-
-
-def gpt2(n_layer, width, vocabulary, n_positions):
-    config = GPT2Config(
-        vocab_size=vocabulary,
-        n_positions=n_positions,
-        n_embd=width,
-        n_layer=n_layer,
-        n_head=width // 32,
-        use_cache=False,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    return GPT2LMHeadModel(config)
 
 
 def next_token(model, ids, labels):
@@ -86,7 +69,7 @@ class Way:
 
 def compare(repeat):
     torch.manual_seed(0)
-    model = gpt2(8, 128, 8000, TOKENS).train()
+    model = small_gpt2(8, 4, 128, 8000, TOKENS)
     ids, labels = torch.randint(8000, (2, 1, TOKENS)).unbind()
     gradients = sum(p.nbytes for p in model.parameters())
     once(model, ids, labels)
@@ -149,7 +132,7 @@ def longest_of(seconds_at):
 def longest():
     """How many times plain's longest sequence trains in the same memory."""
     torch.manual_seed(0)
-    model = gpt2(8, 128, 8000, LONGEST * SHORT)
+    model = small_gpt2(8, 4, 128, 8000, LONGEST * SHORT)
     ids, labels = torch.randint(8000, (2, 1, SHORT)).unbind()
     once(model, ids, labels)
     budget = once(model, ids, labels)[1]

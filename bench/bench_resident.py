@@ -190,28 +190,15 @@ def made(name: str) -> tuple:
         batch = torch.randn(256, 3, 64, 64), torch.randint(0, 10, (256,))
         return nn.Sequential(*pieces, *ends), batch, lambda m, x, y: F.cross_entropy(m(x), y)
     if name == "gpt2":
-        import transformers
+        from small_gpt2 import small_gpt2
 
-        transformers.logging.set_verbosity_error()
-        config = transformers.GPT2Config(
-            n_layer=6,
-            n_head=8,
-            n_embd=256,
-            vocab_size=4096,
-            n_positions=128,
-            bos_token_id=0,
-            eos_token_id=0,
-            use_cache=False,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
+        model = small_gpt2(n_layer=6, n_head=8, n_embd=256, vocab_size=4096, n_positions=128)
         ids = torch.randint(0, 4096, (48, 128))
 
         def next_token(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return F.cross_entropy(m(x).logits[:, :-1].flatten(0, 1), y[:, 1:].flatten())
 
-        return transformers.GPT2LMHeadModel(config), (ids, ids.clone()), next_token
+        return model, (ids, ids.clone()), next_token
 
     class Tagger(nn.Module):
         def __init__(self) -> None:

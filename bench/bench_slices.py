@@ -43,23 +43,12 @@ class Model(NamedTuple):
 
 
 def gpt2() -> Model:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from small_gpt2 import small_gpt2
 
-    config = GPT2Config(
-        n_layer=2,
-        n_head=4,
-        n_embd=128,
-        vocab_size=2048,
-        n_positions=64,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    model = small_gpt2(n_layer=2, n_head=4, n_embd=128, vocab_size=2048, n_positions=64)
     tokens = torch.randint(0, 2048, (24, 48))
     return Model(
-        GPT2LMHeadModel(config).train(),
+        model,
         lambda m, x, y: m(input_ids=x, labels=y).loss,
         tokens,
         tokens,
