@@ -412,7 +412,8 @@ static koila_status climb(const koila__planning *q, const koila__way *base, rung
     for (; x && is_less(x->work, best); x = least_work(r, q->options->budget_bytes))
         KOILA_TRY(try_rung(q, base, r, x, best));
     x = best->accepted ? NULL : least_bound(r);
-    for (; x && (!best->placed || x->bound < best->peak); x = least_bound(r)) {
+    for (; x && x->bound < q->least && (!best->placed || x->bound < best->peak);
+         x = least_bound(r)) {
         const bool is_hopeless =
             koila__outline_is_hopeless(r->usual, x->bound, q->options->budget_bytes);
         KOILA_TRY(try_rung(q, base, r, x, best));
@@ -422,16 +423,21 @@ static koila_status climb(const koila__planning *q, const koila__way *base, rung
     return KOILA_OK;
 }
 
-/* Results of `base`, which is scheduled, are dropped. */
-static koila_status drop_of(const koila__planning *q, const koila__way *base, koila__way *best)
+/* Results of `base`, which is scheduled, are dropped. *bound: no choice of them needs less; 0: not
+ * known. */
+static koila_status drop_of(const koila__planning *q, const koila__way *base, koila__way *best,
+                            uint64_t *bound)
 {
     const koila_node at = koila__way_peak_node(q, base);
     rungs r = { .n = 0 };
+    *bound = 0;
     if (at == KOILA_NONE)
         return KOILA_OK;
     koila_status status = rungs_room(q, &r);
     if (status == KOILA_OK)
         status = make_rungs(q, base, at, &r);
+    if (status == KOILA_OK && r.n)
+        *bound = least_of(&r);
     if (status == KOILA_OK)
         status = climb(q, base, &r, best);
     free_rungs(&r);
@@ -443,33 +449,43 @@ koila_status koila__drop_whole(koila__planning *q, koila__way *best)
 {
     const koila__way *whole;
     KOILA_TRY(koila__way_whole(q, &whole));
-    return drop_of(q, whole, best);
+    uint64_t bound;
+    return drop_of(q, whole, best, &bound);
 }
 
 /* The step in the most slices, of few loops, with results dropped. */
 koila_status koila__drop_in_slices(const koila__planning *q, koila__way *best)
 {
+    const bool is_plan = q->plain && q->plain == q->plan->placed && !q->plan->info.n_inner;
     koila__way base = { 0 };
+    uint64_t bound;
     KOILA_TRY(koila__way_room(q, &base));
-    KOILA_TRY(koila__way_place(q, koila__place, base.targets, &base.placed));
     if (q->options->rows > 0)
         koila__rows_as_forced(q->graph, q->options, base.rows);
     else
         koila__rows_for(q->graph, q->largest_axis, base.rows);
+    if (is_plan) { /* as it is, in other rows */
+        base.placed = q->plan->placed;
+        base.schedule = q->plan->schedule;
+        base.targets = q->plan->targets;
+        return drop_of(q, &base, best, &bound);
+    }
+    KOILA_TRY(koila__way_place(q, koila__place, base.targets, &base.placed));
     koila_status status = koila__way_keep_all(q, &base);
     if (status != KOILA_OK) {
         koila__placed_free(base.placed);
         return status;
     }
     if (base.schedule.n_loops <= MOST_LOOPS_RECOMPUTED)
-        status = drop_of(q, &base, best);
+        status = drop_of(q, &base, best, &bound);
     koila__way_free(&base);
     return status;
 }
 
 /* The step placed along another axis, in n_slices slices without a loop, with results dropped. */
 koila_status koila__drop_unrolled(const koila__planning *q, const koila__placed *along,
-                                  const koila_value *targets, uint32_t n_slices, koila__way *best)
+                                  const koila_value *targets, uint32_t n_slices, koila__way *best,
+                                  uint64_t *bound)
 {
     koila__way base = { 0 };
     KOILA_TRY(koila__way_room(q, &base));
@@ -481,7 +497,7 @@ koila_status koila__drop_unrolled(const koila__planning *q, const koila__placed 
         koila__placed_free(base.placed);
         return status;
     }
-    status = drop_of(q, &base, best);
+    status = drop_of(q, &base, best, bound);
     koila__way_free(&base);
     return status;
 }
@@ -576,9 +592,8 @@ static koila_status climb_along(koila__planning *q, const koila__way *way, rungs
     if (best->placed || koila__way_fits(q, way))
         return KOILA_OK;
     rung *x = least_bound(r);
-    return x && x->bound < way->peak && x->bound < q->other.peak_bytes
-               ? try_along(q, way, x, best, &is_better)
-               : KOILA_OK;
+    return x && x->bound < way->peak && x->bound < q->least ? try_along(q, way, x, best, &is_better)
+                                                            : KOILA_OK;
 }
 
 /* `way` needs too much with all that its loops hold. So results of the forward pass are dropped and

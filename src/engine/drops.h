@@ -15,8 +15,10 @@ koila_status koila__drop_along(koila__planning *q, koila_node turn, koila__way *
 koila_status koila__drop_whole(koila__planning *q, koila__way *best);
 /* The same in the most slices of rows, of few loops. */
 koila_status koila__drop_in_slices(const koila__planning *q, koila__way *best);
-/* The same of the step placed along another axis, whose slices are calls of their own. */
+/* The same of the step placed along another axis, whose slices are calls of their own. *bound: the
+ * least that a choice of what is dropped is bound to need; 0: not known. */
 koila_status koila__drop_unrolled(const koila__planning *q, const koila__placed *along,
-                                  const koila_value *targets, uint32_t n_slices, koila__way *best);
+                                  const koila_value *targets, uint32_t n_slices, koila__way *best,
+                                  uint64_t *bound);
 
 #endif

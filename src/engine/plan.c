@@ -12,6 +12,9 @@
  * none fits with all rows in a slice, the rows run one by one, each cut along another axis:
  * src/engine/both.c. At last results are dropped: src/engine/drops.c.
  *
+ * Where nothing fits, the error tells the least that was found. A way that is bound to need more
+ * than the budget, and no less than the least plan so far, is not made.
+ *
  * A step that cannot be scheduled in slices (thousands of barriers) runs whole, which is always
  * right. With a caching allocator the sum of live bytes does not decide alone: options.accepts is
  * called for each plan whose sum fits. */
@@ -20,6 +23,7 @@
 #include "engine/axes.h"
 #include "engine/both.h"
 #include "engine/drops.h"
+#include "engine/floor.h"
 #include "engine/live.h"
 #include "engine/plan_costs.h"
 #include "engine/search.h"
@@ -137,6 +141,7 @@ static koila_status plan_sliced(koila__planning *q)
     koila_status status = koila__search(q, koila__place, &best);
     if (status != KOILA_OK)
         return status;
+    const koila__placed *first = best.placed;
     const bool fewest = best.peak <= q->options->budget_bytes && q->options->rows <= 0 &&
                         q->largest_axis <= 2 * best.rows[koila__main_axis(best.placed)];
     if (!fewest && gathers(best.placed)) {
@@ -162,6 +167,8 @@ static koila_status plan_sliced(koila__planning *q)
         return KOILA_UNSUPPORTED; /* whole it fits, and was only not accepted */
     }
     adopt(q, &best);
+    if (best.placed == first && best.schedule.n_loops <= 1)
+        q->plain = q->plan->placed;
     return KOILA_OK;
 }
 
@@ -265,11 +272,27 @@ static void untry(koila__planning *q, koila__tried *t)
     koila__along_deinit(&t->view, &q->plan->mem);
 }
 
-static void note_least(koila__planning *q, const koila__tried *t)
+/* A plan with that peak was made. */
+static void note_made(koila__planning *q, uint64_t peak)
+{
+    q->least = peak < q->least ? peak : q->least;
+}
+
+static koila__least least_along(const koila__tried *t)
 {
     const int64_t unit = t->axis.size / t->axis.rows;
+    return (koila__least){ .peak_bytes = t->way.peak,
+                           .is_bound = t->way.is_bound,
+                           .dim = t->axis.dim,
+                           .rows = t->way.rows[0] * unit,
+                           .size = t->axis.size };
+}
+
+static void note_least(koila__planning *q, const koila__tried *t)
+{
     if (!t->way.is_bound && t->way.peak < q->other.peak_bytes)
-        q->other = (koila__least){ t->way.peak, t->axis.dim, t->way.rows[0] * unit, t->axis.size };
+        q->other = least_along(t);
+    note_made(q, q->other.peak_bytes);
 }
 
 /* Is its way along another axis so good that no other is tried? */
@@ -409,14 +432,51 @@ static bool is_row_by_row(const koila__planning *q)
            info->n_slices > 1 && info->n_loops > 0;
 }
 
+/* The step in the most slices of rows, with results dropped: made once, at first for the error. */
+static koila_status drop_in_slices(koila__planning *q)
+{
+    if (q->is_sliced)
+        return KOILA_OK;
+    KOILA_TRY(koila__drop_in_slices(q, &q->sliced));
+    q->is_sliced = true;
+    if (q->sliced.placed)
+        note_made(q, q->sliced.peak);
+    return KOILA_OK;
+}
+
+/* May rows that are cut along another axis fit, or need less than the least plan by more than
+ * nothing much? If they cannot fit, that plan may be the one in slices with results dropped. */
+static koila_status is_both_open(koila__planning *q, bool *is_open)
+{
+    const koila_plan_options *o = q->options;
+    uint64_t bound;
+    *is_open = true;
+    KOILA_TRY(koila__floor_both(q->plan, &bound));
+    if (o->axes == KOILA_AXES_BOTH || bound <= o->budget_bytes)
+        return KOILA_OK;
+    const koila_status status = drop_in_slices(q);
+    if (status != KOILA_OK)
+        return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
+    *is_open = bound < q->least - q->least / KOILA_COST_NEAR;
+    if (!*is_open)
+        q->both = (koila__least){ .peak_bytes = bound, .is_bound = true };
+    return KOILA_OK;
+}
+
 /* The rows one by one, each a step of its own: the plan changes if each of them fits. */
 static koila_status plan_both(koila__planning *q)
 {
     koila_plan *p = q->plan;
     const koila_plan_options *o = q->options;
+    bool is_open;
     if (!is_row_by_row(q))
         return KOILA_UNSUPPORTED;
-    KOILA_TRY(koila__both_cut(p, o, &q->both));
+    KOILA_TRY(is_both_open(q, &is_open));
+    if (!is_open)
+        return KOILA_OOM;
+    const koila_status status = koila__both_cut(p, o, &q->both);
+    note_made(q, q->both.peak_bytes);
+    KOILA_TRY(status);
     p->n_curve = p->info.n_gathers = 0;
     KOILA_TRY(koila__plan_describe(p, o));
     q->accepted =
@@ -471,6 +531,16 @@ static bool asks_to_recompute(const koila__planning *q)
             is_slower_axis(q, is_free ? KOILA_COST_COMPARED : KOILA_COST_FORWARD_AGAIN));
 }
 
+/* Bytes of the results of the step. */
+static uint64_t results_of(const koila__planning *q)
+{
+    uint64_t sum = 0;
+    for (uint32_t i = 0; i < q->n_targets; i++)
+        if (q->graph->values.at[q->targets[i]].node != KOILA_NONE)
+            sum += koila__value_meta(q->graph, q->targets[i])->n_bytes;
+    return sum;
+}
+
 /* Along one other axis, or two of different leaves, in slices without loops: *best becomes that way
  * where it is better. */
 static koila_status unroll_along(koila__planning *q, const koila__axis *axis, koila__way *best)
@@ -489,9 +559,16 @@ static koila_status unroll_along(koila__planning *q, const koila__axis *axis, ko
     along.graph = &view.graph;
     along.seeds = view.seeds;
     koila_status status = koila__way_place(&along, koila__place_cut, targets, &placed);
-    for (size_t i = 0; status == KOILA_OK && i < KOILA_COUNT(n_slices) && !best->accepted; i++)
-        if (shortest >= 2 * n_slices[i]) /* of one row, strides have no meaning */
-            status = koila__drop_unrolled(q, placed, targets, n_slices[i], best);
+    const uint64_t results = results_of(q);
+    uint64_t bound = 0; /* of the slices before */
+    for (size_t i = 0; status == KOILA_OK && i < KOILA_COUNT(n_slices) && !best->accepted; i++) {
+        if (shortest < 2 * n_slices[i]) /* of one row, strides have no meaning */
+            break;
+        if (i && bound > results) /* what is not held to the end shrinks with the slices, at most */
+            bound = results + (bound - results) / n_slices[i] * n_slices[i - 1];
+        if (bound <= q->options->budget_bytes)
+            status = koila__drop_unrolled(q, placed, targets, n_slices[i], best, &bound);
+    }
     koila__placed_free(placed);
     koila__along_deinit(&view, &q->plan->mem);
     return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
@@ -509,6 +586,18 @@ static koila_status plan_unrolled(koila__planning *q, koila__way *best)
     return KOILA_OK;
 }
 
+/* The step whole, with results dropped, where that may fit, or be the least. */
+static koila_status drop_whole(koila__planning *q, koila__way *best)
+{
+    uint64_t bound;
+    KOILA_TRY(koila__floor_whole(q->graph, q->targets, q->n_targets, q->mem, &bound));
+    if (bound > q->options->budget_bytes && bound >= q->least)
+        return KOILA_OK;
+    const koila_status status = koila__drop_whole(q, best);
+    koila_assert(!best->placed || best->schedule.n_loops || best->peak >= bound);
+    return status;
+}
+
 /* Nothing fits as recorded: results of the forward pass are dropped and computed again, in the most
  * slices, or in one. The plan changes if that needs less. */
 static koila_status plan_recomputed(koila__planning *q)
@@ -517,9 +606,10 @@ static koila_status plan_recomputed(koila__planning *q)
     koila__way best = { 0 };
     koila_status status = KOILA_OK;
     if (q->largest_axis > 1 && !q->is_empty)
-        status = koila__drop_in_slices(q, &best);
+        status = drop_in_slices(q);
+    koila__way_swap(&best, &q->sliced);
     if (status == KOILA_OK && !best.accepted && q->options->rows <= 0)
-        status = koila__drop_whole(q, &best);
+        status = drop_whole(q, &best);
     if (status == KOILA_OK && !best.accepted && rows_do_not_fit(q) &&
         q->options->axes == KOILA_AXES_ANY)
         status = plan_unrolled(q, &best);
@@ -552,7 +642,9 @@ static koila_status plan_rows(koila__planning *q)
 {
     find_largest_axis(q);
     KOILA_TRY(choose_way(q));
-    return koila__plan_describe(q->plan, q->options);
+    KOILA_TRY(koila__plan_describe(q->plan, q->options));
+    note_made(q, q->plan->info.peak_bytes);
+    return KOILA_OK;
 }
 
 /* Rows; where these do not fit, another axis; then both; then another axis with results dropped. */
@@ -579,18 +671,20 @@ static koila_status plan_axes(koila__planning *q)
 }
 
 /* Nothing fits: what could need less than all ways that were scheduled is scheduled too, for the
- * error. */
+ * error. Of the others it tells what they need at least. */
 static koila_status find_least(koila__planning *q)
 {
     for (;;) {
         koila__tried *least = NULL;
         for (uint32_t i = 0; i < q->n_tried; i++) {
             koila__tried *t = &q->tried[i];
-            if (t->way.placed && t->way.is_bound && t->way.peak < q->other.peak_bytes &&
+            if (t->way.placed && t->way.is_bound && t->way.peak != UINT64_MAX &&
                 (!least || t->way.peak < least->way.peak))
                 least = t;
         }
-        if (!least)
+        if (least && least->way.peak >= q->least && q->other.peak_bytes == UINT64_MAX)
+            q->other = least_along(least);
+        if (!least || least->way.peak >= q->least)
             return KOILA_OK;
         koila_plan_options options;
         const koila__planning along = planning_along(q, least, &options);
@@ -635,10 +729,12 @@ static koila_status make_plan(koila__planning *q)
 static koila__least least_of(const koila__planning *q)
 {
     const koila_plan_info *info = &q->plan->info;
-    if (q->other.peak_bytes < info->peak_bytes)
+    if (!q->other.is_bound && q->other.peak_bytes < info->peak_bytes)
         return q->other;
-    return (koila__least){ info->peak_bytes, info->dim, info->rows * info->unit,
-                           info->batch * info->unit };
+    return (koila__least){ .peak_bytes = info->peak_bytes,
+                           .dim = info->dim,
+                           .rows = info->rows * info->unit,
+                           .size = info->batch * info->unit };
 }
 
 koila_status koila__plan_row(const koila_graph *graph, const koila_value *targets,
@@ -663,11 +759,13 @@ koila_status koila__plan_row(const koila_graph *graph, const koila_value *target
                               .unit = 1,
                               .adds_on = adds_on,
                               .other = { .peak_bytes = UINT64_MAX },
-                              .both = { .peak_bytes = UINT64_MAX } };
+                              .both = { .peak_bytes = UINT64_MAX },
+                              .least = UINT64_MAX };
         status = make_plan(&q);
         if (least)
             *least = least_of(&q);
         forget_tried(&q);
+        koila__way_free(&q.sliced);
         if (q.whole.placed != p->placed)
             koila__way_free(&q.whole);
     }

@@ -195,12 +195,13 @@ static void name_other(char *out, size_t room, const koila__least *other, const 
     size_t at = 0;
     out[0] = 0;
     if (other->peak_bytes != UINT64_MAX)
-        at = (size_t)snprintf(out, room, "; along dim %u of the batch %lld of %lld need %s",
+        at = (size_t)snprintf(out, room, "; along dim %u of the batch %lld of %lld need %s%s",
                               other->dim, (long long)other->rows, (long long)other->size,
+                              other->is_bound ? "at least " : "",
                               size_text(needs, other->peak_bytes));
     if (both->peak_bytes != UINT64_MAX && at < room)
-        snprintf(out + at, room - at, "%s of one row %s", at ? "," : "; parts",
-                 size_text(needs, both->peak_bytes));
+        snprintf(out + at, room - at, "%s of one row %s%s", at ? "," : "; parts",
+                 both->is_bound ? "at least " : "", size_text(needs, both->peak_bytes));
 }
 
 /* The first names of the largest values for which there is room. */
@@ -220,6 +221,12 @@ static void name_largest(char *out, size_t room, const koila_plan *p, const koil
     }
 }
 
+/* Has a plan been made that needs less than `least`, and was not refused within the budget? */
+static bool is_less(const koila__least *x, uint64_t budget, uint64_t least)
+{
+    return !x->is_bound && x->peak_bytes > budget && x->peak_bytes < least;
+}
+
 koila_status koila__plan_no_fit(const koila_plan *p, const koila_graph *recorded,
                                 const koila__least *other, const koila__least *both,
                                 koila_error *err)
@@ -227,13 +234,13 @@ koila_status koila__plan_no_fit(const koila_plan *p, const koila_graph *recorded
     char needs[32];
     char there[32];
     char unit[40] = "row(s)";
-    char otherwise[120] = "";
+    char otherwise[140] = "";
     char largest[150];
     koila_assert(p->info.peak_bytes > p->info.budget_bytes);
-    const bool other_is_less = other->peak_bytes > p->info.budget_bytes && /* not refused */
-                               other->peak_bytes < p->info.peak_bytes;
-    uint64_t least = other_is_less ? other->peak_bytes : p->info.peak_bytes;
-    if (both->peak_bytes > p->info.budget_bytes && both->peak_bytes < least)
+    uint64_t least = p->info.peak_bytes;
+    if (is_less(other, p->info.budget_bytes, least))
+        least = other->peak_bytes;
+    if (is_less(both, p->info.budget_bytes, least))
         least = both->peak_bytes;
     const uint64_t missing = least - p->info.budget_bytes;
     if (p->info.dim != KOILA_NONE)

@@ -35,6 +35,9 @@ typedef struct candidate {
      * known to */
     uint64_t at_least;
     uint64_t bound; /* its peak is no less; 0: not known */
+    bool is_known;  /* what work_of() has found is below */
+    double work;
+    koila__kept kept;
 } candidate;
 
 /* Least work first, most work last. */
@@ -103,13 +106,25 @@ typedef struct search {
     } refused;
 } search;
 
+/* koila__schedule_work() of an untried policy, and what it keeps: found once, for that walks over
+ * all loops. */
+static double work_of(search *x, candidate *c)
+{
+    if (!c->is_known) {
+        c->work = koila__schedule_work(x->scheduler, c->keep);
+        c->kept = koila__scheduler_kept(x->scheduler);
+        c->is_known = true;
+    }
+    return c->work;
+}
+
 /* Makes the schedule of a policy, unless that was tried before. */
 static koila_status make_candidate(search *x, candidate *c)
 {
     if (c->state != UNTRIED)
         return KOILA_OK;
     /* its work is cheaper to find than its instructions */
-    if (c->keep.max_instrs && isinf(koila__schedule_work(x->scheduler, c->keep))) {
+    if (c->keep.max_instrs && isinf(work_of(x, c))) {
         c->state = REFUSED;
         return KOILA_OK;
     }
@@ -123,20 +138,16 @@ static koila_status make_candidate(search *x, candidate *c)
 static void sort_candidates(search *x)
 {
     candidate *c = x->candidates;
-    double work[MAX_POLICIES];
     if (x->is_sorted)
         return;
     x->is_sorted = true;
     for (uint32_t i = 1; i + 1 < x->n_policies; i++) {
+        const double work = work_of(x, &c[i]);
         const candidate mine = c[i];
-        const double w = koila__schedule_work(x->scheduler, mine.keep);
         uint32_t k = i;
-        for (; k > 1 && work[k - 1] > w; k--) {
+        for (; k > 1 && c[k - 1].work > work; k--)
             c[k] = c[k - 1];
-            work[k] = work[k - 1];
-        }
         c[k] = mine;
-        work[k] = w;
     }
 }
 
@@ -181,9 +192,9 @@ static bool holds_too_much(search *x, candidate *c)
 {
     if (c->state != UNTRIED || c->at_least || koila__scheduler_n_loops(x->scheduler) < 2)
         return c->state == UNTRIED && c->at_least;
-    if (isinf(koila__schedule_work(x->scheduler, c->keep)))
+    if (isinf(work_of(x, c)))
         return false;
-    c->bound = koila__scheduler_kept(x->scheduler).n_bytes;
+    c->bound = c->kept.n_bytes;
     c->at_least = c->bound > x->q->options->budget_bytes ? c->bound : 0;
     return c->at_least;
 }
@@ -278,8 +289,8 @@ static most_kept know_first(search *x)
 {
     most_kept first = { 0 };
     if (x->n_policies > 1 && koila__scheduler_n_loops(x->scheduler) > 1) {
-        first.work = koila__schedule_work(x->scheduler, x->candidates[0].keep);
-        first.kept = koila__scheduler_kept(x->scheduler);
+        first.work = work_of(x, &x->candidates[0]);
+        first.kept = x->candidates[0].kept;
     }
     if (!first.kept.any)
         x->n_policies = 1; /* nothing is worth keeping: all policies are one */
@@ -291,12 +302,12 @@ static most_kept know_first(search *x)
 
 /* Can a policy be rejected before its instructions are written? It would exceed its work limit, or
  * keep more bytes than the peak of the taken candidate. */
-static bool loses_unmade(search *x, const candidate *c)
+static bool loses_unmade(search *x, candidate *c)
 {
-    const double work = koila__schedule_work(x->scheduler, c->keep);
+    const double work = work_of(x, c);
     if (isinf(work) || (c->keep.max_work > 0 && work > c->keep.max_work))
         return true;
-    return x->taken != KOILA_NONE && koila__scheduler_kept(x->scheduler).n_bytes > x->found.peak;
+    return x->taken != KOILA_NONE && c->kept.n_bytes > x->found.peak;
 }
 
 /* Candidate k replaces the taken one if its peak is smaller; policy 0 also if it is equal.

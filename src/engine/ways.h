@@ -38,9 +38,13 @@ typedef struct koila__planning {
     const uint8_t *seeds;   /* of another axis: koila__along.seeds */
     const uint8_t *adds_on; /* [targets] koila__plan_row(); NULL: none is */
     koila__least other, both;
+    uint64_t least;      /* the peak of the least plan that was made; UINT64_MAX: there is none */
     koila__tried *tried; /* [n_tried] other axes, in plan.c */
     uint32_t n_tried;
-    koila__tried *taken; /* the one that the plan is, if it is one */
+    koila__tried *taken;        /* the one that the plan is, if it is one */
+    const koila__placed *plain; /* the plan's by rows: of koila__place(), in one loop; or NULL */
+    koila__way sliced; /* plan.c: rows with results dropped, where is_sliced; not the plan's */
+    bool is_sliced;
     koila__way whole; /* koila__way_whole(); the plan's until another one is adopted, or its own */
     bool is_bare;     /* the plan is not described yet */
     bool is_lazy;     /* what cannot fit is not scheduled: koila__way.is_bound */

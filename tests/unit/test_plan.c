@@ -3,6 +3,7 @@
 #include "interpreter.h"
 #include "random_graph.h"
 
+#include "engine/floor.h"
 #include "engine/plan_inside.h"
 #include "engine/recompute.h"
 
@@ -673,6 +674,100 @@ TEST(plan__bounds_of_recomputing_are_never_above_the_peak_and_the_work)
     }
     CHECK(n_with > 1000 && 2 * n_exact > n_with && n_seen > 50);
     printf("  %u ways bounded, %u exactly\n", n_with, n_exact);
+}
+
+/* What is never made for the error is ruled out by a floor: no plan goes below it. */
+TEST(plan__no_way_to_run_the_step_whole_needs_less_than_its_floor)
+{
+    static const koila__keep all = { .horizon = UINT32_MAX };
+    uint32_t n_with = 0, n_close = 0, n_seen = 0;
+    for (uint64_t seed = 1; seed <= 1500; seed++) {
+        random_graph r;
+        uint64_t floor, wrong;
+        if (rg_init(&r, NULL, seed, NULL, 0, 60) != KOILA_OK)
+            abort();
+        CHECK(koila__floor_whole(r.g, r.targets, r.n_targets, NULL, &floor) == KOILA_OK);
+        /* a planted fault: all values are results */
+        CHECK(koila__floor_whole(r.g, r.values, r.n_values, NULL, &wrong) == KOILA_OK);
+        for (uint32_t k = 0; k < 4; k++) {
+            const koila__recompute how = { .at = (koila_node)(seed * 7 + k * 11),
+                                           .n_segments = 1 + k % 4 };
+            const bounded x = bound_of(&r, true, how, 1, 1, &all);
+            if (!x.any)
+                continue;
+            n_with++;
+            n_close += floor > x.peak / 2;
+            CHECK(floor <= x.peak);
+            n_seen += wrong > x.peak;
+        }
+        rg_deinit(&r);
+    }
+    CHECK(n_with > 500 && 4 * n_close > n_with && n_seen > 50);
+    printf("  %u ways, %u of less than twice the floor\n", n_with, n_close);
+}
+
+/* Layers h = w x, and the gradients of all w: x [rows, 16, width] */
+static void tower_init(random_graph *r, uint64_t seed)
+{
+    enum { MOST_LAYERS = 3, LENGTH = 16 };
+    koila_value in[MOST_LAYERS], w[MOST_LAYERS];
+    uint16_t axis;
+    memset(r, 0, sizeof *r);
+    r->seed = seed * 0x9e3779b97f4a7c15u + 1;
+    r->status = koila_table_new(NULL, &r->t);
+    if (r->status == KOILA_OK)
+        r->status = koila_graph_new(r->t, NULL, &r->g);
+    const int64_t rows = 2 + rg_pick(r, 3), width = 4 + rg_pick(r, 20);
+    if (r->status == KOILA_OK)
+        r->status = koila_graph_axis(r->g, rows, &axis);
+    rg_leaf(r, KOILA_LEAF_BATCH, 0, 0, KOILA_DTYPE_F32, 3, (int64_t[]){ rows, LENGTH, width });
+    const int64_t n = rows * LENGTH;
+#define SHAPE(a, b) rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ a, b }, NULL)
+#define TURNED(a, b) rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ a, b }, (int64_t[]){ 1, a })
+    koila_value x = rg_call(r, "aten::view", KOILA_OP_VIEW, SHAPE(n, width), false, "tl",
+                            r->values[0], 2, n, width);
+    const uint32_t n_layers = 1 + rg_pick(r, MOST_LAYERS);
+    for (uint32_t i = 0; i < n_layers; i++) {
+        rg_leaf(r, KOILA_LEAF_REAL, 0, 0, KOILA_DTYPE_F32, 2, (int64_t[]){ width, width });
+        w[i] = r->values[r->n_values - 1];
+        in[i] = x;
+        x = rg_call(r, "aten::mm", 0, SHAPE(n, width), false, "tt", x, w[i]);
+    }
+    koila_value g = rg_call(r, "aten::relu", 0, SHAPE(n, width), false, "t", x);
+    for (uint32_t i = n_layers; i-- > 0;) {
+        const koila_value t =
+            rg_call(r, "aten::t", KOILA_OP_VIEW, TURNED(width, n), false, "t", in[i]);
+        r->targets[r->n_targets++] =
+            rg_call(r, "aten::mm", 0, SHAPE(width, width), false, "tt", t, g);
+        g = rg_call(r, "aten::mm", 0, SHAPE(n, width), false, "tt", g, w[i]);
+    }
+#undef SHAPE
+#undef TURNED
+    if (r->status != KOILA_OK)
+        abort();
+}
+
+TEST(plan__rows_that_are_cut_along_another_axis_need_no_less_than_their_floor)
+{
+    uint32_t n_with = 0, n_close = 0, n_seen = 0;
+    for (uint64_t seed = 1; seed <= 200; seed++) {
+        random_graph r;
+        koila_plan *p = NULL;
+        uint64_t floor;
+        koila_plan_options o = options(UINT64_MAX, 1 + (int64_t)seed % 4);
+        o.axes = KOILA_AXES_BOTH;
+        tower_init(&r, seed);
+        CHECK_EQ(plan_of(&r, o, &p, NULL), KOILA_OK);
+        const koila_plan_info info = koila_plan_get(p);
+        CHECK(info.n_inner == 1 && koila__floor_both(p, &floor) == KOILA_OK);
+        n_with += floor > 0;
+        n_close += floor > info.peak_bytes / 2;
+        CHECK(floor <= info.peak_bytes);
+        n_seen += floor + floor / r.n_targets > info.peak_bytes; /* a planted fault: another sum */
+        koila_plan_free(p);
+        rg_deinit(&r);
+    }
+    CHECK(n_with == 200 && n_close > 50 && n_seen > 20);
 }
 
 /* Of slices of one row it is a bound of two slices or more, under each policy. */
