@@ -423,25 +423,85 @@ static koila_status climb(const koila__planning *q, const koila__way *base, rung
     return KOILA_OK;
 }
 
-/* Results of `base`, which is scheduled, are dropped. *bound: no choice of them needs less; 0: not
- * known. */
-static koila_status drop_of(const koila__planning *q, const koila__way *base, koila__way *best,
-                            uint64_t *bound)
+/* Results of `base`, which is scheduled, are dropped; its forward pass ends with node `at`. *bound:
+ * no choice of them needs less; 0: not known. *is_small: a step of few calls, in reach of the
+ * budget. */
+static koila_status drop_up_to(const koila__planning *q, const koila__way *base, koila_node at,
+                               koila__way *best, uint64_t *bound, bool *is_small)
 {
-    const koila_node at = koila__way_peak_node(q, base);
+    const uint64_t budget = q->options->budget_bytes;
     rungs r = { .n = 0 };
-    *bound = 0;
-    if (at == KOILA_NONE)
-        return KOILA_OK;
     koila_status status = rungs_room(q, &r);
     if (status == KOILA_OK)
         status = make_rungs(q, base, at, &r);
-    if (status == KOILA_OK && r.n)
-        *bound = least_of(&r);
-    if (status == KOILA_OK)
+    if (status == KOILA_OK) {
+        *bound = r.n ? least_of(&r) : 0;
+        *is_small = koila__outline_n_makers(r.usual) <= KOILA_COST_SMALL_STEP &&
+                    !koila__outline_is_hopeless(r.usual, *bound, budget);
         status = climb(q, base, &r, best);
+    }
     free_rungs(&r);
     return status;
+}
+
+/* Between two nodes, where a step holds the least; of equals the last. */
+typedef struct valley {
+    koila_node from, to; /* both not in it */
+    koila_node lowest;   /* or KOILA_NONE */
+    uint64_t bytes;
+} valley;
+
+static bool see_valley(void *user, uint32_t stage, koila_node node, uint64_t bytes)
+{
+    valley *x = user;
+    (void)stage;
+    if (node == KOILA_NONE || node <= x->from || node >= x->to)
+        return true;
+    if (x->lowest == KOILA_NONE || bytes <= x->bytes) {
+        x->lowest = node;
+        x->bytes = bytes;
+    }
+    return true;
+}
+
+/* Where else than at `highest` may the forward pass of `base` end? With the first result; and where
+ * the least is held from there on: what waits there for its next use waits for long. turns[2];
+ * returns how many there are. */
+static uint32_t other_turns(const koila__planning *q, const koila__way *base, koila_node highest,
+                            koila_node *turns)
+{
+    const koila_graph *g = base->placed->graph;
+    const koila__live_options live = { .rows = base->rows };
+    valley x = { .from = KOILA_NONE, .to = highest, .lowest = KOILA_NONE };
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < q->n_targets; i++)
+        if (g->values.at[base->targets[i]].node < x.from)
+            x.from = g->values.at[base->targets[i]].node;
+    if (x.from != KOILA_NONE && x.from != highest)
+        turns[n++] = x.from;
+    koila__live_simulate(base->placed, &base->schedule, &live, NULL, see_valley, &x);
+    if (x.lowest != KOILA_NONE)
+        turns[n++] = x.lowest;
+    return n;
+}
+
+/* Results of `base`, which is scheduled, are dropped. The forward pass ends where the step holds
+ * the most; in a small step other ends are tried too. *bound: as drop_up_to(), there. */
+static koila_status drop_of(const koila__planning *q, const koila__way *base, koila__way *best,
+                            uint64_t *bound)
+{
+    const koila_node highest = koila__way_peak_node(q, base);
+    koila_node turns[2];
+    uint64_t other;
+    bool is_small;
+    *bound = 0;
+    if (highest == KOILA_NONE)
+        return KOILA_OK;
+    KOILA_TRY(drop_up_to(q, base, highest, best, bound, &is_small));
+    const uint32_t n = is_small ? other_turns(q, base, highest, turns) : 0;
+    for (uint32_t i = 0; i < n; i++)
+        KOILA_TRY(drop_up_to(q, base, turns[i], best, &other, &is_small));
+    return KOILA_OK;
 }
 
 /* The step whole, with results dropped. */

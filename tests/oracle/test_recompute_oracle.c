@@ -373,6 +373,6 @@ TEST(oracle__what_is_computed_again_is_almost_the_least_work_there_is)
     printf("  %u budgets: %u found no plan; work is %.4f of the least, at most %.3f; %u over 1.1, "
            "%u below; %u planted faults seen\n",
            s.n, s.n_missed, s.sum / n, s.worst, s.n_over, s.n_less, s.n_seen);
-    CHECK(n > 5000 && 100 * s.n_missed <= s.n);
-    CHECK(400 * s.n_over <= n && s.worst < 1.11 && s.sum <= n && 20 * s.n_seen > n);
+    CHECK(n > 5000 && 500 * s.n_missed <= s.n);
+    CHECK(!s.n_over && s.worst <= 1.1 && s.sum <= n && 20 * s.n_seen > n);
 }
