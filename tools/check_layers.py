@@ -72,6 +72,11 @@ PRIVATE = {
         "src/engine/policy.c",
         "src/engine/emit.c",
     },
+    "engine/outline_state.h": {
+        "src/engine/outline.c",
+        "src/engine/outline_bound.c",
+        "src/engine/outline_choice.c",
+    },
 }
 FOREIGN = re.compile(r"(Python\.h|torch/|ATen/|c10/)")
 INCLUDE = re.compile(r'\s*#\s*include\s+([<"])([^>"]+)[>"]')

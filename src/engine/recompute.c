@@ -5,7 +5,7 @@
  * executor know nothing of it: the first results die at their last use in the forward pass, the
  * second ones live from there to the backward pass. Only the uses after `at` change.
  *
- * outline.c decides which storages are dropped; this writes the step that follows from it.
+ * outline_choice.c decides which storages are dropped; this writes the step that follows from it.
  *
  * A value that waits in host memory is also two values, and four nodes lie between them:
  *

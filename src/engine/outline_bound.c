@@ -1,0 +1,362 @@
+/* outline_bound.c — what a choice of dropped storages needs at least.
+ *
+ * The bound is one walk over the nodes, in the order in which recompute.c writes them: each storage
+ * counts from its maker to its last reader. It never exceeds the peak of the schedule:
+ *   - of a step in one loop, or in none, all nodes run in that order. In several loops, only what
+ *     the last one surely runs is counted: nodes behind all barriers. What such a node reads is
+ *     there from its maker on, for that runs in the loop too, or its pieces were kept;
+ *   - a result of a write counts from the node after it, for it may take over its base's storage;
+ *   - a view alone does not hold its storage: it may be made earlier than it was recorded;
+ *   - sums and collected values, those of earlier loops too, count from the second slice on, and so
+ *     do whole values that the backward pass reads there. */
+#include "engine/outline_state.h"
+
+#include "engine/live.h"
+#include "engine/plan_costs.h"
+
+/* ---- which nodes are counted */
+
+/* The loop behind all barriers holds the nodes of the highest level. */
+static koila_status find_sure(koila__outline *o)
+{
+    uint32_t *level = koila__arena_array(&o->arena, o->n_nodes + 1, sizeof *level);
+    uint32_t top = 0;
+    uint16_t axis = 0;
+    TRY_ALLOC(level);
+    for (koila_node n = 0; n < o->n_nodes; n++) {
+        const koila_sig_info *s = sig_of(o, n);
+        for (uint32_t i = 0; i < s->n_inputs && o->is_needed[n]; i++) {
+            const koila_node m = producer(o, input_of(o, n, i));
+            if (m == KOILA_NONE || !koila__reads(s, i))
+                continue;
+            const uint32_t from =
+                level[m] + (o->p->node[m].in_loop && !koila__outline_is_local(o, n, i));
+            level[n] = from > level[n] ? from : level[n];
+        }
+        if (!o->is_needed[n] || !o->p->node[n].in_loop || level[n] < top)
+            continue;
+        if (level[n] > top || o->p->node[n].axis > axis)
+            axis = o->p->node[n].axis;
+        top = level[n];
+    }
+    o->last_axis = axis;
+    for (koila_node n = 0; n < o->n_nodes; n++)
+        o->is_sure[n] = o->is_needed[n] &&
+                        (o->is_whole ||
+                         (o->p->node[n].in_loop && level[n] == top && o->p->node[n].axis == axis));
+    return KOILA_OK;
+}
+
+static koila_status find_workspace(koila__outline *o)
+{
+    if (!o->options.workspace)
+        return KOILA_OK;
+    o->workspace = koila__arena_array(&o->arena, o->n_nodes + 1, sizeof *o->workspace);
+    TRY_ALLOC(o->workspace);
+    for (koila_node n = 0; n < o->n_nodes; n++) {
+        const uint16_t axis = o->p->node[n].axis;
+        if (o->is_sure[n] && !koila__outline_is_view(o, n)) /* views may run earlier */
+            o->workspace[n] = o->options.workspace(o->options.user, o->g->nodes.at[n].sig,
+                                                   o->is_whole ? 0 : o->options.rows[axis],
+                                                   o->is_whole ? 0 : o->g->axes.at[axis]);
+    }
+    return KOILA_OK;
+}
+
+koila_status koila__outline_find_counted(koila__outline *o)
+{
+    MAKE(is_sure, o->n_nodes + 1);
+    KOILA_TRY(find_sure(o));
+    return find_workspace(o);
+}
+
+/* ---- what is counted, whatever is dropped */
+
+/* Has the loop that is counted another slice after its first? */
+static bool has_second_slice(const koila__outline *o)
+{
+    return !o->is_whole && o->g->axes.n &&
+           2 * o->options.rows[o->last_axis] <= o->g->axes.at[o->last_axis];
+}
+
+/* Of n_bytes that are there, those that the walk does not count as storage `root`: a loop's own
+ * results are there besides. */
+static uint64_t beyond_walk(const koila__outline *o, koila_value root, uint64_t n_bytes)
+{
+    const koila_node n = producer(o, root);
+    if (n == KOILA_NONE || o->is_sure[n])
+        return n_bytes;
+    const uint64_t walked = koila__outline_bytes(o, n, root - output_of(o, n, 0));
+    return n_bytes > walked ? n_bytes - walked : 0;
+}
+
+/* The results of the step, and those that the loop that is counted leaves. *seen[values]: all false
+ * before; then those results. */
+static void count_results(koila__outline *o, const koila_value *targets, uint32_t n_targets,
+                          bool *seen)
+{
+    for (uint32_t i = 0; i < n_targets; i++) {
+        const koila_value v = targets[i];
+        const koila_value root = o->root[v];
+        const koila_node n = producer(o, v);
+        if (n == KOILA_NONE || o->g->values.at[v].meta == KOILA_NONE || seen[root])
+            continue;
+        seen[root] = true;
+        o->results += koila__adds_on(o->p, v) ? 0 : koila__value_meta(o->g, v)->n_bytes;
+        if (has_second_slice(o) && o->p->node[n].in_loop && !koila__adds_on(o->p, v))
+            o->collected += beyond_walk(o, root, koila__value_meta(o->g, v)->n_bytes);
+    }
+}
+
+/* Bytes of v, which the loop that is counted reads, but does not make. 0: not known. */
+static uint64_t whole_bytes_of(const koila__outline *o, koila_value v)
+{
+    const koila_value root = o->root[v];
+    const koila_node n = producer(o, v);
+    if (n == KOILA_NONE || o->g->values.at[v].meta == KOILA_NONE)
+        return 0;
+    if (o->p->node[n].in_loop) /* collected */
+        return koila__value_meta(o->g, v)->n_bytes;
+    if (producer(o, root) == KOILA_NONE || o->p->node[producer(o, root)].in_loop ||
+        o->is_part[root])
+        return 0;
+    return storage_bytes(o, root);
+}
+
+/* What the loop that is counted needs whole is there in all of its slices. Of the forward pass it
+ * may be something else that needs it. *seen[values]: of hold_targets(). */
+static void hold_whole(koila__outline *o, bool *seen)
+{
+    for (koila_node n = o->at + 1; n < o->n_nodes && has_second_slice(o); n++) {
+        const koila_sig_info *s = sig_of(o, n);
+        for (uint32_t i = 0; i < s->n_inputs && o->is_sure[n]; i++) {
+            const koila_value v = input_of(o, n, i);
+            if (!koila__reads(s, i) || seen[o->root[v]] || koila__outline_is_local(o, n, i))
+                continue;
+            seen[o->root[v]] = true;
+            o->collected += beyond_walk(o, o->root[v], whole_bytes_of(o, v));
+        }
+    }
+}
+
+/* Counts what the backward pass makes: the same, whatever is dropped. is_result[values as root]. */
+static koila_status count_backward(koila__outline *o, const bool *is_result)
+{
+    koila_node *last = koila__arena_array(&o->arena, o->g->values.n + 1, sizeof *last);
+    TRY_ALLOC(last);
+    for (koila_node n = o->at + 1; n < o->n_nodes; n++) {
+        const koila_sig_info *s = sig_of(o, n);
+        for (uint32_t i = 0; i < s->n_inputs && o->is_sure[n] && !koila__outline_is_view(o, n); i++)
+            if (koila__reads(s, i))
+                last[o->root[input_of(o, n, i)]] = n;
+    }
+    for (koila_node n = o->at + 1; n < o->n_nodes; n++) {
+        const koila_sig_info *s = sig_of(o, n);
+        for (uint32_t j = 0; j < s->n_outputs; j++) {
+            const koila_value v = output_of(o, n, j);
+            const koila_node begin = n + (j >= s->n_fresh);
+            const bool to_end = o->is_whole && is_result[v];
+            const uint64_t n_bytes = koila__outline_bytes(o, n, j);
+            if (o->root[v] != v || !n_bytes || (!last[v] && !to_end && !o->is_sure[n]))
+                continue;
+            if (last[v] < begin && begin > n)
+                continue;
+            o->rise0[begin] += n_bytes;
+            if (!to_end)
+                o->fall0[last[v] > n ? last[v] : n] += n_bytes;
+        }
+    }
+    return KOILA_OK;
+}
+
+koila_status koila__outline_count_fixed(koila__outline *o, const koila_value *targets,
+                                        uint32_t n_targets)
+{
+    const uint32_t N = o->n_nodes + 1;
+    const uint32_t S = o->stores.n + 1;
+    const uint32_t M = o->makers.n + 1;
+    bool *is_result = koila__arena_array(&o->arena, o->g->values.n + 1, sizeof *is_result);
+    TRY_ALLOC(is_result);
+    MAKE(rise0, N);
+    MAKE(fall0, N);
+    MAKE(rise, N);
+    MAKE(fall, N);
+    MAKE(head, N);
+    MAKE(end, S);
+    MAKE(end0, S);
+    MAKE(rise_again, M);
+    MAKE(fall_again, M);
+    MAKE(next, M);
+    for (uint32_t s = 0; s < o->stores.n; s++) {
+        const koila_node last = o->stores.at[s].last_back;
+        o->end0[s] = last == KOILA_NONE ? 0 : key_of(last);
+    }
+    count_results(o, targets, n_targets, is_result);
+    KOILA_TRY(count_backward(o, is_result));
+    hold_whole(o, is_result);
+    return KOILA_OK;
+}
+
+/* ---- of a choice */
+
+/* Does maker k run again in the loop that is counted? What runs whole does so before that. */
+static bool is_counted(const koila__outline *o, uint32_t k)
+{
+    return o->is_one && o->is_sure[o->makers.at[k].node];
+}
+
+/* What maker k, which runs again, reads ends not before that. */
+static void hold_inputs(koila__outline *o, uint32_t k)
+{
+    const maker *m = &o->makers.at[k];
+    const uint64_t key = (uint64_t)o->needs[k] << 32 | k;
+    for (uint32_t e = m->first_edge; e < m->first_edge + m->n_edges; e++)
+        if (o->end[o->edges.at[e].store] < key)
+            o->end[o->edges.at[e].store] = key;
+}
+
+static void end_at(koila__outline *o, uint64_t key, uint64_t n_bytes)
+{
+    if ((uint32_t)key == UINT32_MAX)
+        o->fall[key >> 32] += n_bytes;
+    else
+        o->fall_again[(uint32_t)key] += n_bytes;
+}
+
+/* Counts storage s of maker k as it was made first. */
+static void count_first(koila__outline *o, uint32_t s, uint32_t k)
+{
+    const store *x = &o->stores.at[s];
+    const bool to_end = o->is_whole && x->is_result;
+    const bool stays = o->fate[s] == KOILA__STAYS;
+    const koila_node begin = x->made + x->is_write;
+    uint64_t end = x->is_sure && o->is_first[k] ? key_of(x->made) : 0;
+    if (o->last[s] != KOILA_NONE)
+        end = key_of(o->last[s]);
+    if (stays && o->end[s] > end)
+        end = o->end[s];
+    if (!x->n_bytes || ((!end || end < key_of(begin)) && !to_end))
+        return;
+    o->rise[begin] += x->n_bytes;
+    if (!to_end)
+        end_at(o, end, x->n_bytes);
+}
+
+/* Counts storage s of maker k as it is made again, or comes back from host memory. */
+static void count_second(koila__outline *o, uint32_t s, uint32_t k)
+{
+    const store *x = &o->stores.at[s];
+    const uint64_t own = (uint64_t)o->needs[k] << 32 | k;
+    if (o->fate[s] == KOILA__WAITS && o->end[s] >= key_of(o->need[s])) {
+        o->rise[o->need[s]] += x->n_bytes;
+        end_at(o, o->end[s], x->n_bytes);
+    }
+    if (o->fate[s] == KOILA__WAITS || !o->is_again[k] || (!is_counted(o, k) && !o->end[s]))
+        return;
+    o->rise_again[k] += x->n_bytes;
+    end_at(o, o->fate[s] == KOILA__AGAIN && o->end[s] > own ? o->end[s] : own, x->n_bytes);
+}
+
+static void count_all(koila__outline *o)
+{
+    const size_t n_bytes = ((size_t)o->n_nodes + 1) * sizeof *o->rise;
+    memcpy(o->rise, o->rise0, n_bytes);
+    memcpy(o->fall, o->fall0, n_bytes);
+    memset(o->rise_again, 0, o->makers.n * sizeof *o->rise_again);
+    memset(o->fall_again, 0, o->makers.n * sizeof *o->fall_again);
+    memset(o->head, 0, ((size_t)o->n_nodes + 1) * sizeof *o->head);
+    memcpy(o->end, o->end0, o->stores.n * sizeof *o->end);
+    for (uint32_t k = o->makers.n; k-- > 0;) {
+        if (!o->is_again[k])
+            continue;
+        o->next[k] = o->head[o->needs[k]];
+        o->head[o->needs[k]] = k + 1;
+        if (is_counted(o, k))
+            hold_inputs(o, k);
+    }
+    for (uint32_t k = 0; k < o->makers.n; k++) {
+        const maker *m = &o->makers.at[k];
+        for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++) {
+            count_first(o, s, k);
+            count_second(o, s, k);
+        }
+    }
+}
+
+/* ---- moment by moment */
+
+/* The 16th power of what is held, of the most: of two moments, one with 5 % more bytes counts as
+ * two of the other. */
+static double strain_of(double share)
+{
+    share *= share;
+    share *= share;
+    share *= share;
+    return share * share;
+}
+
+/* What is held, moment by moment. */
+typedef struct moments {
+    uint64_t now, peak, limit;
+    double scale, strain; /* scale: 0: no strain is asked for */
+} moments;
+
+/* Node n runs, or its storages are only there. */
+static void see(const koila__outline *o, koila_node n, bool runs, moments *m)
+{
+    const uint64_t now = m->now + (o->workspace && runs ? o->workspace[n] : 0);
+    if (now > m->peak)
+        m->peak = now;
+    if (m->scale > 0)
+        m->strain += strain_of((double)(int64_t)now * m->scale);
+}
+
+/* Walks over all moments, up to the first that holds more than the limit. */
+static void walk(koila__outline *o, moments *m)
+{
+    uint32_t next = 0;
+    count_all(o);
+    m->now = m->peak = o->collected;
+    for (koila_node n = 0; n < o->n_nodes && m->peak <= m->limit; n++) {
+        bool runs = n > o->at;
+        if (next < o->makers.n && o->makers.at[next].node == n)
+            runs = o->is_first[next++];
+        for (uint32_t k = o->head[n]; k; k = o->next[k - 1]) {
+            m->now += o->rise_again[k - 1];
+            see(o, o->makers.at[k - 1].node, true, m);
+            m->now -= o->fall_again[k - 1];
+        }
+        m->now += o->rise[n];
+        see(o, n, runs, m);
+        koila_assert(m->now >= o->fall[n]);
+        m->now -= o->fall[n];
+    }
+}
+
+uint64_t koila__outline_bound(koila__outline *o)
+{
+    moments m = { .limit = UINT64_MAX };
+    walk(o, &m);
+    return m.peak;
+}
+
+bool koila__outline_may_fit(koila__outline *o, uint64_t n_bytes)
+{
+    moments m = { .limit = n_bytes };
+    walk(o, &m);
+    return m.peak <= n_bytes;
+}
+
+bool koila__outline_is_hopeless(const koila__outline *o, uint64_t bound, uint64_t budget)
+{
+    if (bound <= budget)
+        return false;
+    return budget <= o->results || (bound - o->results) / KOILA_COST_HOPELESS > budget - o->results;
+}
+
+koila__gauge koila__outline_gauge(koila__outline *o)
+{
+    moments m = { .limit = UINT64_MAX, .scale = o->most ? 1 / (double)o->most : 0 };
+    walk(o, &m);
+    return (koila__gauge){ m.peak, m.strain };
+}

@@ -1,0 +1,305 @@
+/* outline_choice.c — what becomes of each storage of the forward pass.
+ *
+ * What runs again is decided backwards from `at`. A dropped storage is wanted, so its maker runs
+ * again, so what that reads is wanted too, or stays: leaves, what another segment made, and what
+ * must not run twice (random draws, writes, modules that run as they are, partial sums). Storages
+ * stay or go, not values: a view of what stays costs nothing.
+ *
+ * This is checkpointing by segments (Chen et al. 2016) of a recorded graph: operators, not modules,
+ * and the segments end where the fewest bytes cross. */
+#include "engine/outline_state.h"
+
+#include "engine/cost.h"
+#include "engine/plan_costs.h"
+
+/* ---- segments */
+
+/* Finds what is held: sums up to each node. crossing[n]: bytes made up to n that later nodes of the
+ * forward pass read. */
+static koila_status weigh(koila__outline *o)
+{
+    const koila_node end = o->at + 1;
+    uint64_t now = 0;
+    uint64_t *ending = koila__arena_array(&o->arena, end, sizeof *ending);
+    TRY_ALLOC(ending);
+    for (uint32_t k = 0; k < o->makers.n; k++) {
+        const maker *m = &o->makers.at[k];
+        for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++) {
+            const koila_value v = o->stores.at[s].value;
+            const uint64_t n_bytes = storage_bytes(o, v);
+            o->held[m->node] += o->stores.at[s].is_held ? n_bytes : 0;
+            if (o->last_use[v] > m->node) {
+                o->crossing[m->node] += n_bytes;
+                ending[o->last_use[v]] += n_bytes;
+            }
+        }
+    }
+    for (koila_node n = 0; n < end; n++) {
+        now += o->crossing[n] - ending[n];
+        o->crossing[n] = now;
+        o->held[n] += n ? o->held[n - 1] : 0;
+    }
+    o->all_held = o->held[end - 1];
+    return KOILA_OK;
+}
+
+/* Does the backward pass read a view that another segment made of it? */
+static bool is_viewed_elsewhere(const koila__outline *o, const store *x)
+{
+    return x->last_view && o->segment[x->last_view] != o->segment[x->made];
+}
+
+/* Ends each segment near its share of the held bytes, where the fewest bytes cross. */
+static void find_segments(koila__outline *o, uint32_t n_segments)
+{
+    const koila_node end = o->at + 1;
+    uint32_t number = 0;
+    o->last_segment = KOILA_NONE;
+    if (!n_segments) {
+        memset(o->segment, 0, end * sizeof *o->segment);
+        return;
+    }
+    for (koila_node n = 0; n < end && o->all_held; number++) {
+        koila_node best = KOILA_NONE;
+        for (koila_node k = n; k < end; k++) {
+            const double share =
+                (double)o->held[k] / (double)o->all_held * (double)n_segments - number;
+            if (share > 1.25 && best != KOILA_NONE)
+                break;
+            if (share >= 0.75 && (best == KOILA_NONE || o->crossing[k] <= o->crossing[best]))
+                best = k;
+        }
+        if (best == KOILA_NONE || number + 1 >= n_segments)
+            best = end - 1;
+        for (; n <= best; n++)
+            o->segment[n] = number;
+    }
+    o->last_segment = number ? number - 1 : 0;
+}
+
+static void cut(koila__outline *o, uint32_t n_segments)
+{
+    if (o->n_segments == n_segments)
+        return;
+    o->n_segments = n_segments;
+    find_segments(o, n_segments);
+    for (uint32_t s = 0; s < o->stores.n; s++)
+        o->stays0[s] = o->stores.at[s].is_fixed || is_viewed_elsewhere(o, &o->stores.at[s]);
+}
+
+/* ---- what runs again, and what waits in host memory */
+
+static bool can_run_again(const koila__outline *o, const maker *m, const koila__recompute *how)
+{
+    return m->may_repeat && o->segment[m->node] != o->last_segment &&
+           !o->is_spared[m - o->makers.at] && !(how->keeps_expensive && m->is_expensive);
+}
+
+/* Host memory that torch takes for a copy: its pinned blocks are powers of two. */
+static uint64_t host_bytes(uint64_t n_bytes)
+{
+    uint64_t n = 1;
+    while (n < n_bytes && n <= UINT64_MAX / 2)
+        n *= 2;
+    return n;
+}
+
+/* A storage that the forward pass makes and never writes again, all in one form. */
+static bool could_wait(const koila__outline *o, const store *x, const koila__host *host)
+{
+    const koila_placement p = o->p->value[x->value];
+    if (!x->is_held || x->is_fixed || o->g->values.at[x->value].meta == KOILA_NONE)
+        return false;
+    const koila_meta_info *m = koila__value_meta(o->g, x->value);
+    return m->device == host->device && koila_meta_is_dense(m) &&
+           m->n_bytes > o->all_held / KOILA_COST_FEWEST_OFFLOADED &&
+           (p.kind == KOILA_R || (p.kind == KOILA_S && p.outer > 0));
+}
+
+/* Finds what may wait: the first made come first, for they wait longest. It does where moving it is
+ * less work than making it again, and then a view by another segment does not hold it. */
+static void find_waiting(koila__outline *o, const koila__recompute *how)
+{
+    const double share = (double)how->n_offloaded / KOILA__OFFLOAD_PARTS;
+    const double most = share * (double)o->all_held;
+    uint64_t in_host = 0;
+    for (uint32_t k = 0; k < o->makers.n && how->n_offloaded; k++) {
+        const maker *m = &o->makers.at[k];
+        if ((double)o->held[m->node] > most)
+            return;
+        for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++) {
+            const store *x = &o->stores.at[s];
+            const double once =
+                koila__offload_work((double)storage_bytes(o, x->value), how->host.price);
+            if (!could_wait(o, x, &how->host) || (can_run_again(o, m, how) && 2 * once >= m->work))
+                continue;
+            const uint64_t n_bytes = host_bytes(storage_bytes(o, x->value));
+            if (n_bytes > how->host.n_bytes - in_host)
+                return;
+            in_host += n_bytes;
+            o->may_wait[s] = !x->is_written;
+            o->stays[s] &= x->is_written;
+        }
+    }
+}
+
+/* ---- the choice */
+
+/* Maker k runs again: what it reads is wanted, or stays. */
+static void want_inputs(koila__outline *o, uint32_t k)
+{
+    const maker *m = &o->makers.at[k];
+    koila_node need = KOILA_NONE;
+    for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++)
+        if (o->fate[s] == KOILA__AGAIN && o->need[s] < need)
+            need = o->need[s];
+    o->needs[k] = need;
+    for (uint32_t e = m->first_edge; e < m->first_edge + m->n_edges; e++) {
+        const edge x = o->edges.at[e];
+        const bool is_near = o->segment[o->stores.at[x.store].made] == o->segment[m->node];
+        if (!x.takes || !(is_near || o->may_wait[x.store])) {
+            o->stays[x.store] = true;
+            continue;
+        }
+        o->wanted[x.store] = true;
+        if (need < o->need[x.store])
+            o->need[x.store] = need;
+    }
+}
+
+/* Decides about maker k, of which something is wanted. */
+static void decide(koila__outline *o, uint32_t k, const koila__recompute *how)
+{
+    const maker *m = &o->makers.at[k];
+    const uint32_t end = m->first_store + m->n_stores;
+    bool any_waits = false;
+    for (uint32_t s = m->first_store; s < end; s++)
+        any_waits |= o->wanted[s] && o->may_wait[s];
+    o->is_again[k] = !any_waits && can_run_again(o, m, how);
+    for (uint32_t s = m->first_store; s < end; s++) {
+        if (!o->wanted[s])
+            continue;
+        if (!o->is_again[k] && !o->may_wait[s])
+            continue;
+        o->any = true;
+        o->fate[s] = o->is_again[k] ? KOILA__AGAIN : KOILA__WAITS;
+        o->is_read[s] = o->fate[s] == KOILA__WAITS;
+        if (o->fate[s] == KOILA__WAITS)
+            o->chosen_work +=
+                2 * koila__offload_work((double)storage_bytes(o, o->stores.at[s].value),
+                                        how->host.price);
+    }
+    if (!o->is_again[k])
+        return;
+    o->chosen_work += m->work;
+    want_inputs(o, k);
+}
+
+/* A call whose results only later calls of the forward pass would need, and these run again, does
+ * not run there. */
+static void find_first(koila__outline *o)
+{
+    memset(o->last, 0xff, o->stores.n * sizeof *o->last); /* KOILA_NONE */
+    for (uint32_t k = 0; k < o->makers.n; k++)
+        for (uint32_t e = 0; o->is_again[k] && e < o->makers.at[k].n_edges; e++) {
+            const uint32_t s = o->edges.at[o->makers.at[k].first_edge + e].store;
+            o->is_read[s] |= o->fate[s] == KOILA__STAYS;
+        }
+    for (uint32_t k = o->makers.n; k-- > 0;) {
+        const maker *m = &o->makers.at[k];
+        o->is_first[k] = false;
+        for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++)
+            o->is_first[k] |= o->is_read[s];
+        if (!o->is_first[k]) {
+            o->chosen_work -= o->is_needed[m->node] ? m->work : 0;
+            continue;
+        }
+        for (uint32_t e = m->first_edge; e < m->first_edge + m->n_edges; e++) {
+            const uint32_t s = o->edges.at[e].store;
+            o->is_read[s] = true;
+            if (o->last[s] == KOILA_NONE && o->is_sure[m->node])
+                o->last[s] = m->node;
+        }
+    }
+}
+
+/* As `how` says, but for what is spared. */
+static bool choose(koila__outline *o, const koila__recompute *how)
+{
+    const uint32_t S = o->stores.n;
+    cut(o, how->n_segments);
+    memset(o->fate, KOILA__STAYS, S * sizeof *o->fate);
+    memset(o->may_wait, 0, S * sizeof *o->may_wait);
+    memcpy(o->wanted, o->wanted0, S * sizeof *o->wanted);
+    memcpy(o->need, o->need0, S * sizeof *o->need);
+    memcpy(o->stays, o->stays0, S * sizeof *o->stays);
+    memcpy(o->is_read, o->is_read0, S * sizeof *o->is_read);
+    find_waiting(o, how);
+    o->chosen_work = o->work;
+    o->any = false;
+    for (uint32_t k = o->makers.n; k-- > 0;) {
+        const maker *m = &o->makers.at[k];
+        bool is_wanted = false;
+        o->is_again[k] = false;
+        for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++) {
+            o->wanted[s] &= !o->stays[s];
+            is_wanted |= o->wanted[s];
+        }
+        if (is_wanted)
+            decide(o, k, how);
+    }
+    find_first(o);
+    return o->any;
+}
+
+bool koila__outline_choose(koila__outline *o, const koila__recompute *how)
+{
+    memset(o->is_spared, 0, o->makers.n * sizeof *o->is_spared);
+    return choose(o, how);
+}
+
+bool koila__outline_choose_makers(koila__outline *o)
+{
+    return choose(o, &(koila__recompute){ .at = o->at });
+}
+
+bool *koila__outline_spared(koila__outline *o) { return o->is_spared; }
+
+bool koila__outline_is_again(const koila__outline *o, uint32_t k) { return o->is_again[k]; }
+
+double koila__outline_work(const koila__outline *o) { return o->chosen_work; }
+
+/* ---- how it begins */
+
+koila_status koila__outline_begin_choice(koila__outline *o)
+{
+    const uint32_t N = o->n_nodes + 1;
+    const uint32_t S = o->stores.n + 1;
+    const uint32_t M = o->makers.n + 1;
+    MAKE(held, N);
+    MAKE(crossing, N);
+    MAKE(segment, N);
+    MAKE(fate, S);
+    MAKE(wanted, S);
+    MAKE(stays, S);
+    MAKE(may_wait, S);
+    MAKE(need, S);
+    MAKE(is_read, S);
+    MAKE(last, S);
+    MAKE(wanted0, S);
+    MAKE(stays0, S);
+    MAKE(is_read0, S);
+    MAKE(need0, S);
+    MAKE(needs, M);
+    MAKE(is_again, M);
+    MAKE(is_spared, M);
+    MAKE(is_first, M);
+    for (uint32_t s = 0; s < o->stores.n; s++) {
+        const store *x = &o->stores.at[s];
+        o->wanted0[s] = x->first_back != KOILA_NONE;
+        o->need0[s] = x->first_back;
+        o->is_read0[s] = x->is_result || x->first_back != KOILA_NONE;
+    }
+    o->n_segments = KOILA_NONE; /* not cut yet */
+    return weigh(o);
+}
