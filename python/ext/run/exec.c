@@ -93,6 +93,21 @@ static uint64_t used_up_by(const exec *x, const koila_instr *in, bool in_loop)
     return in_loop ? bytes / (uint64_t)x->batch * (uint64_t)koila__exec_n_rows(x) : bytes;
 }
 
+/* Runs a node that is measured. The collector waits: what it frees in the middle of an operator
+ * would look like bytes that the operator used inside. Not in a module that runs as it is, which is
+ * a program of its own. */
+static int run_alone(exec *x, const koila_instr *in, bool in_loop)
+{
+    const koila_op op = koila_sig_get(x->table, koila_node_get(x->g, in->id).sig)->op;
+    const uint32_t of_module = KOILA_FACT_OPAQUE_CALL | KOILA_FACT_OPAQUE_BACKWARD;
+    const bool is_module = koila_op_facts(x->table, op) & of_module;
+    const bool collects = !is_module && PyGC_Disable();
+    const int status = koila__exec_node(x, in, in_loop);
+    if (collects)
+        PyGC_Enable();
+    return status;
+}
+
 /* Runs a node and measures its workspace: what this thread and its helpers allocated for it. A
  * shared call that used more than the budget fails here: inside it the budget is not enforced, so
  * overuse is detected when the call returns. */
@@ -103,7 +118,7 @@ static int run_measured(exec *x, const koila_instr *in, bool in_loop, bool is_sh
     const uint64_t limit = is_shared ? koila__cpu_bytes_get_limit() : UINT64_MAX;
     const int window = is_shared ? koila__cpu_bytes_open() : -1;
     koila__use_begin(&use);
-    const int status = is_shared ? run_shared(x, in, in_loop) : koila__exec_node(x, in, in_loop);
+    const int status = is_shared ? run_shared(x, in, in_loop) : run_alone(x, in, in_loop);
     const bool is_known = koila__use_end(&use, &peak, &now);
     const uint64_t held = koila__cpu_bytes_close(window);
     const koila_sig sig = koila_node_get(x->g, in->id).sig;
@@ -166,7 +181,7 @@ static int run_measured_on_gpu(exec *x, const koila_instr *in, bool in_loop)
     koila__gpu_count before, after;
     koila__measured how;
     const bool is_read = koila__gpu_bytes(x->c->gpu, &before);
-    const int status = koila__exec_node(x, in, in_loop);
+    const int status = run_alone(x, in, in_loop);
     const bool once = koila_plan_runs_once(x->plan, in->id);
     if (status < 0 || !is_read || module_run.was_compiled || !koila__gpu_bytes(x->c->gpu, &after))
         return status;

@@ -256,9 +256,8 @@ static void see_again(seen *e, uint64_t bytes, bool is_bound, bool is_next)
         *e = (seen){ .rows = e->rows, .bytes = bytes, .is_sure = is_alike(bytes, e->bytes) };
         return;
     }
-    if (is_alike(bytes, e->bytes))
-        e->is_sure = true;
     if (!is_more(e->bytes, bytes)) {
+        e->is_sure = is_alike(bytes, e->bytes); /* of more bytes only this sample is known */
         e->bytes = bytes > e->bytes ? bytes : e->bytes;
         e->lately = 0;
         e->n_less = 0;
