@@ -1,10 +1,11 @@
-"""Compiled models: koila against hand-written micro-batching of the same compiled model, in turns.
+"""Compiled models: koila against hand-written micro-batching of the same compiled model, in turns;
+and koila.compile() of the model as it was written against that.
 
 Both run slices of the same size, with the same loss over the whole batch, and start with the same
 memory of compiled code. The ratio is that of process times (medians), so that other work on the
 machine counts less; the memory is the peak of torch's bytes.
 
-    python bench/bench_compiled.py [--models gpt2,vit,mlp,resnet] [--rounds 7]
+    python bench/bench_compiled.py [--models gpt2,vit,mlp,resnet] [--rounds 7] [--without-loops]
 """
 
 import argparse
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import koila
-from koila import _core, lazy
+from koila import _compile, _core, lazy
 
 
 class Block(nn.Module):
@@ -129,6 +130,11 @@ def with_koila(model, x, y, rows):
         mean_loss(model(a), b).backward()
 
 
+def with_loops(model, x, y, rows):
+    with koila.compile("on"):
+        with_koila(model, x, y, rows)
+
+
 def measured(step, model, x, y, rows):
     """Process time and the peak of torch's bytes above what was held before."""
     for p in model.parameters():
@@ -137,6 +143,40 @@ def measured(step, model, x, y, rows):
     before, begun = _core.cpu_bytes_current(), time.process_time()
     step(model, x, y, rows)
     return time.process_time() - begun, _core.cpu_bytes_peak() - before
+
+
+def told(plan):
+    return f"predicted : measured {plan.predicted_peak_bytes / plan.measured_peak_bytes:6.4f}"
+
+
+def compare_loops(name, n_rounds):
+    """koila.compile() of the model, against the compiled model by hand."""
+    make, batch, rows = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    x, y = batch()
+    compiled = torch.compile(model)
+    times, peaks = {by_hand: [], with_loops: []}, {}
+    for _ in range(3):
+        measured(by_hand, compiled, x, y, rows)
+        measured(with_loops, model, x, y, rows)
+        _compile.wait()
+    for i in range(n_rounds):
+        for step in (by_hand, with_loops)[:: 1 if i % 2 else -1]:
+            seconds, peaks[step] = measured(
+                step, compiled if step is by_hand else model, x, y, rows
+            )
+            times[step].append(seconds)
+            if step is with_loops:
+                plan = koila.last_plan()
+    ratio = statistics.median(a / b for a, b in zip(times[with_loops], times[by_hand]))
+    print(
+        f"{name:<7} koila.compile() {ratio:6.3f} x  "
+        f"peak {peaks[with_loops] / peaks[by_hand]:5.3f} x  "
+        f"{told(plan)}  loops compiled {sum(p.compiled for p in plan.loops)} of "
+        f"{len(plan.loops)}",
+        flush=True,
+    )
 
 
 def compare(name, n_rounds):
@@ -171,7 +211,7 @@ def compare(name, n_rounds):
         f"{name:<7} {hand:8.3f} s by hand  koila {by_pairs:6.3f} x  "
         f"uncompiled koila {statistics.median(uncompiled) / hand:5.2f} x  "
         f"peak {peaks['koila'] / peaks['by hand']:5.3f} x  "
-        f"predicted : measured {plan.predicted_peak_bytes / plan.measured_peak_bytes:6.4f}  "
+        f"{told(plan)}  "
         f"furthest from the uncompiled {off:.1e}",
         flush=True,
     )
@@ -181,11 +221,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--without-loops", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     lazy(torch.zeros(2, 2))  # counts torch's bytes from here on
     for name in given.models.split(","):
         compare(name, given.rounds)
+        if not given.without_loops:
+            compare_loops(name, given.rounds)
 
 
 if __name__ == "__main__":

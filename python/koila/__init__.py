@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ._budget import (
         axes as axes,
         budget as budget,
+        compile as compile,
         host_memory as host_memory,
         micro_batch as micro_batch,
         set_budget as set_budget,
@@ -54,6 +55,7 @@ _HOME = {
     "UnsupportedError": "_errors",
     "axes": "_budget",
     "budget": "_budget",
+    "compile": "_budget",
     "explain": "_plan",
     "host_memory": "_budget",
     "last_plan": "_plan",

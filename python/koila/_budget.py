@@ -434,6 +434,41 @@ class step_aside(_Setting):
         return {"step_aside": self._on}
 
 
+class compile(_Setting):
+    """Compile the loops of steps that are cut: what one slice does, forward and backward, becomes
+    one function of Inductor's, where the steps run on the CPU. It is made in the background, while
+    slices run as they do without it, and torch keeps it on disk for other processes.
+
+    A loop stays as it is where slices differ from each other (dropout, other random numbers) or
+    call modules as they are (`opaque()`, compiled ones), and where Inductor cannot take it. One
+    that raises, is slower than without, or needs more memory than there is, is given up. The log
+    tells why (INFO), and `last_plan().loops` which loops ran compiled.
+
+    Args:
+        mode: `"on"`: of each step, after its second run; `"auto"`: of steps that repeat, after
+            four runs; `"off"` (the default).
+
+    Raises:
+        ValueError: anything else.
+
+    Example:
+        >>> with compile("auto"), micro_batch(5):
+        ...     for x, y in loader:
+        ...         F.cross_entropy(model(lazy(x)), y).backward()
+        >>> any(loop.compiled for loop in last_plan().loops)  # it was the first step
+        False
+    """
+
+    def __init__(self, mode: Literal["on", "auto", "off"]) -> None:
+        super().__init__()
+        if mode not in ("on", "auto", "off"):
+            raise _refuse(mode, '"on", "auto" or "off"', f"compile({mode!r})")
+        self._mode = mode
+
+    def _settings(self) -> dict[str, Any]:
+        return {"compile": self._mode}
+
+
 class strict(_Setting):
     """Make a gather larger than a slice raise `GatherError`, before anything has run. The error
     names operator, shape and line.

@@ -23,6 +23,11 @@ def with_strides(t: torch.Tensor, meta: tuple[Any, ...]) -> torch.Tensor:
     return torch.empty_strided(t.size(), meta[3], dtype=meta[0], device=meta[1]).copy_(t)
 
 
+def empty_like_meta(meta: tuple[Any, ...]) -> torch.Tensor:
+    """An uninitialised tensor as it was recorded."""
+    return torch.empty_strided(meta[2], meta[3], dtype=meta[0], device=meta[1])
+
+
 def in_order(t: torch.Tensor, meta: tuple[Any, ...]) -> torch.Tensor:
     """`t`, of any sizes, dense in memory with its dimensions in the order of `meta`'s strides.
     Returns `t` itself if it is so already, else a copy."""

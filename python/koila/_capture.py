@@ -10,6 +10,7 @@ from typing import Any
 from ._torch import set_data, torch, untyped_storage, use_count
 from ._batch_norm import uncount
 from ._calls import (
+    empty_like_meta,
     clone_exactly,
     empty_like_exactly,
     enter_modes,
@@ -64,6 +65,7 @@ __all__ = [
     "untyped_storage",
     "use_count",
     "value_dependent",
+    "empty_like_meta",
     "with_strides",
     "write_real",
 ]

@@ -22,7 +22,8 @@ from ._torch import ModesAside
 class Loop(NamedTuple):
     """One pass over the slices. `n_nodes`: operators a slice runs; `n_targets`: values that must be
     whole at its end. `ends_for`, `ends_at`: the operator, and its line, that makes one of these,
-    before which the next loop cannot begin."""
+    before which the next loop cannot begin. `compiled`: its full slices ran as a function of
+    `koila.compile()`."""
 
     axis: int
     n_slices: int
@@ -31,6 +32,7 @@ class Loop(NamedTuple):
     peak_bytes: int
     ends_for: str = ""
     ends_at: str = ""
+    compiled: bool = False
 
 
 class _Gather(NamedTuple):
@@ -316,8 +318,8 @@ class Plan:
 
     def _tables(self) -> list[_Table]:
         loops = [
-            (str(i), str(p.n_slices), str(p.n_nodes), str(p.n_targets), readable(p.peak_bytes))
-            + (p.ends_for, in_short(p.ends_at))
+            (str(i), str(p.n_slices), f"{p.n_nodes}{', compiled' * p.compiled}", str(p.n_targets))
+            + (readable(p.peak_bytes), p.ends_for, in_short(p.ends_at))
             for i, p in enumerate(self.loops)
         ]
         gathers = [

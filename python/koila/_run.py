@@ -93,7 +93,7 @@ def _moments(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
     about = x.mean(dims, keepdim=True)
     x = x - about
     rest = x.mean(dims).to(wide)
-    squares = x.square_().sum(dims).to(wide)
+    squares = x.mul_(x).sum(dims).to(wide)
     mean = about.reshape(rest.shape).to(wide) + rest
     return torch.stack([torch.full_like(rest, n), mean, squares - rest * rest * n])
 

@@ -48,6 +48,9 @@ def settings(device: torch.device) -> None:
     with koila.step_aside(False):
         pass
     koila.micro_batch("fewest")
+    with koila.compile("auto"):
+        pass
+    koila.compile(True)  # type: ignore[arg-type]
     koila.micro_batch("slowest")  # type: ignore[arg-type]
     koila.micro_batch(1.5)  # type: ignore[arg-type]
     koila.step_aside(0)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 /* settings.c — see settings.h.
  *
  *   configure(*, micro_batch, budget, cpu_budget, resident, strict, slices, dry, own_budget,
- *             own_micro_batch, axes, host_memory, step_aside) ->
+ *             own_micro_batch, axes, host_memory, step_aside, compile) ->
  *       the settings before, as a dict for configure(**dict); only the given settings change
  *   configure_process(*, budget, cpu_budget, resident, slices): where none is set here; only what
  *       is given changes
@@ -94,6 +94,7 @@ static PyObject *number_or_none(bool is_number, uint64_t n)
 
 static const char *const axes_names[] = { "any", "batch", "other", "both" };
 static const char *const slices_names[] = { "auto", "fewest", "fastest" };
+static const char *const compile_names[] = { "off", "on", "auto" };
 
 static PyObject *truth(bool on) { return Py_NewRef(on ? Py_True : Py_False); }
 
@@ -105,15 +106,15 @@ static PyObject *truth_or_none(int aside)
 static PyObject *settings_dict(void)
 {
     const koila__settings s = koila__settings_now();
-    return Py_BuildValue("{s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N}", "micro_batch",
-                         number_or_none(s.rows, (uint64_t)s.rows), "budget",
-                         number_or_none(s.has_budget, s.budget), "cpu_budget",
-                         number_or_none(s.cpu_budget != UINT64_MAX, s.cpu_budget), "resident",
-                         truth(s.resident), "strict", truth(s.strict), "slices",
-                         PyUnicode_FromString(slices_names[own().slices]), "dry", truth(s.dry),
-                         "own_budget", truth(s.own_budget), "own_micro_batch", truth(s.own_rows),
-                         "axes", PyUnicode_FromString(axes_names[s.axes]), "host_memory",
-                         truth(!s.no_host), "step_aside", truth_or_none(own().aside));
+    return Py_BuildValue(
+        "{s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N,s:N}", "micro_batch",
+        number_or_none(s.rows, (uint64_t)s.rows), "budget", number_or_none(s.has_budget, s.budget),
+        "cpu_budget", number_or_none(s.cpu_budget != UINT64_MAX, s.cpu_budget), "resident",
+        truth(s.resident), "strict", truth(s.strict), "slices",
+        PyUnicode_FromString(slices_names[own().slices]), "dry", truth(s.dry), "own_budget",
+        truth(s.own_budget), "own_micro_batch", truth(s.own_rows), "axes",
+        PyUnicode_FromString(axes_names[s.axes]), "host_memory", truth(!s.no_host), "step_aside",
+        truth_or_none(own().aside), "compile", PyUnicode_FromString(compile_names[s.compile]));
 }
 
 /* Reads `o`, a number or None for no limit. NULL: not given, so `otherwise`. */
@@ -160,6 +161,17 @@ static void set_slices(koila__settings *s, PyObject *slices)
     PyErr_SetString(PyExc_ValueError, "slices must be \"auto\", \"fewest\" or \"fastest\"");
 }
 
+static void set_compile(koila__settings *s, PyObject *compile)
+{
+    for (int i = KOILA__COMPILE_OFF; i <= KOILA__COMPILE_AUTO; i++)
+        if (PyUnicode_Check(compile) &&
+            PyUnicode_CompareWithASCIIString(compile, compile_names[i]) == 0) {
+            s->compile = i;
+            return;
+        }
+    PyErr_SetString(PyExc_ValueError, "compile must be \"off\", \"on\" or \"auto\"");
+}
+
 static void set_budget(koila__settings *s, PyObject *budget, PyObject *cpu_budget,
                        PyObject *resident)
 {
@@ -189,16 +201,16 @@ static int store(koila__settings s)
 static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
 {
     static char *names[] = {
-        "micro_batch", "budget", "cpu_budget",  "resident",        "strict",     "slices", "dry",
-        "own_budget",  "axes",   "host_memory", "own_micro_batch", "step_aside", NULL
+        "micro_batch", "budget", "cpu_budget",  "resident",        "strict",     "slices",  "dry",
+        "own_budget",  "axes",   "host_memory", "own_micro_batch", "step_aside", "compile", NULL
     };
     PyObject *rows = NULL, *budget = NULL, *cpu_budget = NULL, *resident = NULL;
     PyObject *strict = NULL, *slices = NULL, *dry = NULL, *own_budget = NULL, *axes = NULL;
-    PyObject *host = NULL, *own_rows = NULL, *aside = NULL;
+    PyObject *host = NULL, *own_rows = NULL, *aside = NULL, *compile = NULL;
     (void)self;
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOOOOOOOOO:configure", names, &rows, &budget,
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOOOOOOOOOOO:configure", names, &rows, &budget,
                                      &cpu_budget, &resident, &strict, &slices, &dry, &own_budget,
-                                     &axes, &host, &own_rows, &aside))
+                                     &axes, &host, &own_rows, &aside, &compile))
         return NULL;
     koila__settings s = own();
     if (rows)
@@ -211,6 +223,8 @@ static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
         set_axes(&s, axes);
     if (slices)
         set_slices(&s, slices);
+    if (compile)
+        set_compile(&s, compile);
     if (host)
         s.no_host = PyObject_IsTrue(host) != 1;
     if (!PyErr_Occurred() && s.rows < 0)

@@ -31,6 +31,7 @@ typedef struct koila__settings {
     /* which of the sizes that fit, where no rows are forced (run/tuning.c). AUTO: as the process
      * says */
     enum { KOILA__SLICES_AUTO, KOILA__SLICES_FEWEST, KOILA__SLICES_FASTEST } slices;
+    enum { KOILA__COMPILE_OFF, KOILA__COMPILE_ON, KOILA__COMPILE_AUTO } compile; /* loops */
     bool dry;        /* koila.plan(): steps are planned, and nothing runs */
     bool own_budget; /* a budget() is entered here, so the process's does not count */
     bool own_rows;   /* the same of micro_batch() */

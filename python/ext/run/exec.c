@@ -15,6 +15,8 @@
 #include "ground/shield.h"
 #include "memlab/credit.h"
 
+enum { MOST_TOLD = 64 }; /* stages of which is told whether they ran compiled */
+
 /* ---- one slice, one stage */
 
 /* Node n raised: adds a note with its operator, line and rows to the exception. (Before Python 3.11
@@ -279,7 +281,7 @@ static void clear_local(exec *x)
         Py_CLEAR(x->local[v]);
 }
 
-static int run_rows(exec *x, const koila_stage *st, int64_t begin, int64_t end, int64_t rows,
+static int run_rows(exec *x, uint32_t k, int64_t begin, int64_t end, int64_t rows,
                     const uint8_t *already);
 
 /* After a complete slice: releases the pieces that it fetched for the last time. */
@@ -295,12 +297,13 @@ static void end_slice(exec *x, const koila_stage *st)
 
 /* The slice failed, with the exception set. If it ran out of memory, its rows run again in halves,
  * without adding again to accumulators that it had added to. */
-static int run_in_halves(exec *x, const koila_stage *st)
+static int run_in_halves(exec *x, uint32_t k)
 {
+    const koila_stage *st = koila_plan_stage(x->plan, k);
     const int64_t begin = x->begin;
     const int64_t end = x->end;
     const int64_t half = (end - begin + 1) / 2;
-    const bool may_halve = koila__is_out_of_memory() && !x->ranks &&
+    const bool may_halve = koila__is_out_of_memory() && !x->ranks && !x->failed_in_body &&
                            koila_plan_slice_end(x->plan, st->axis, begin, half) < end;
     if (may_halve)
         PyErr_Clear();
@@ -317,16 +320,34 @@ static int run_in_halves(exec *x, const koila_stage *st)
         return -1;
     }
     memcpy(added, x->done, st->n_instrs);
-    const int status = run_rows(x, st, begin, end, half, added);
+    const int status = run_rows(x, k, begin, end, half, added);
     PyMem_Free(added);
+    return status;
+}
+
+/* One slice of stage k: its compiled body, or its instructions. The times of both are compared, in
+ * processor time: other work on the machine, and what is compiled meanwhile, does not count. */
+static int run_slice(exec *x, uint32_t k, bool is_full)
+{
+    const bool is_compiled = x->has_body && is_full;
+    const bool is_timed = is_full && x->c->bodies && !x->outer;
+    const double started = is_timed ? koila__stopwatch_now().busy : 0;
+    if (is_compiled)
+        x->compiled |= k < MOST_TOLD ? (uint64_t)1 << k : 0;
+    const int status =
+        is_compiled ? koila__body_run(x, k) : run_instrs(x, koila_plan_stage(x->plan, k));
+    if (is_timed && status == 0)
+        koila__body_took(x->c, k, is_compiled, koila__stopwatch_now().busy - started);
     return status;
 }
 
 /* Runs rows [begin, end) of a loop in slices of at most `rows`. already[instrs], or NULL:
  * accumulators that these rows were added to before. */
-static int run_rows(exec *x, const koila_stage *st, int64_t begin, int64_t end, int64_t rows,
+static int run_rows(exec *x, uint32_t k, int64_t begin, int64_t end, int64_t rows,
                     const uint8_t *already)
 {
+    const koila_stage *st = koila_plan_stage(x->plan, k);
+    const int64_t planned = koila_plan_axis_rows(x->plan, st->axis);
     koila_assert(rows > 0 && st->n_instrs > 0);
     x->batch = koila_graph_axis_size(x->g, st->axis);
     for (int64_t at = begin, next; at < end; at = next) {
@@ -338,11 +359,11 @@ static int run_rows(exec *x, const koila_stage *st, int64_t begin, int64_t end, 
             memcpy(x->done, already, st->n_instrs);
         else
             memset(x->done, 0, st->n_instrs);
-        if (run_instrs(x, st) == 0) {
+        if (run_slice(x, k, !already && next - at == planned) == 0) {
             end_slice(x, st);
             if (x->progress)
                 koila__progress_slice(x->progress);
-        } else if (run_in_halves(x, st) < 0)
+        } else if (run_in_halves(x, k) < 0)
             return -1;
         else if (next - at == rows) /* the next slices are as large: not once more in vain */
             rows = (rows + 1) / 2;
@@ -392,8 +413,14 @@ static int run_stage(exec *x, uint32_t k)
         PyErr_NoMemory();
         return -1;
     }
-    const int status = run_rows(x, st, 0, koila_graph_axis_size(x->g, st->axis),
+    /* as it is for all slices: the body's sums begin otherwise than the walk's */
+    x->has_body = x->uses_bodies && koila__body_is_there(x, k);
+    const int window = x->has_body ? koila__cpu_bytes_open() : -1;
+    const int status = run_rows(x, k, 0, koila_graph_axis_size(x->g, st->axis),
                                 koila_plan_axis_rows(x->plan, st->axis), NULL);
+    const uint64_t peak = koila__cpu_bytes_close(window);
+    if (status == 0 && x->has_body)
+        koila__body_saw(x->c, k, peak > x->base_bytes ? peak - x->base_bytes : 0);
     PyMem_Free(x->done);
     x->done = NULL;
     return status < 0 ? -1 : end_loop(x, st);
@@ -401,7 +428,7 @@ static int run_stage(exec *x, uint32_t k)
 
 /* ---- the whole plan */
 
-static void exec_free(exec *x)
+void koila__exec_free(exec *x)
 {
     for (uint32_t v = 0; v < x->n_values; v++) {
         if (x->whole)
@@ -423,7 +450,7 @@ static void exec_free(exec *x)
     koila__exec_free_random(x);
 }
 
-static int exec_init(exec *x)
+int koila__exec_init(exec *x)
 {
     x->n_values = koila_graph_n_values(x->g);
     x->whole = PyMem_Calloc(x->n_values + 1, sizeof *x->whole);
@@ -486,7 +513,7 @@ static int run_inner(exec *x, const koila_inner *step)
                .node_from = x->node_from,
                .measure = x->measure };
     koila_assert(!x->ranks && !x->outer && koila__exec_n_rows(x) == 1);
-    int status = exec_init(&y);
+    int status = koila__exec_init(&y);
     for (uint32_t i = 0; i < step->n_leaves && status == 0; i++)
         set_leaf(&y, step->leaves[i].inner,
                  (step->leaves[i].is_local ? x->local : x->whole)[step->leaves[i].outer]);
@@ -507,7 +534,7 @@ static int run_inner(exec *x, const koila_inner *step)
     }
     x->n_run += y.n_run;
     x->retries += y.retries;
-    exec_free(&y);
+    koila__exec_free(&y);
     return status;
 }
 
@@ -555,7 +582,7 @@ static int tell_ranks(exec *x, int status, koila__announced *announced)
 }
 
 int koila__exec_plan(koila__tape *t, const koila__part *p, const cached *c, PyObject *ranks,
-                     uint32_t n, PyObject **results, koila__exec_report *report)
+                     bool uses_bodies, uint32_t n, PyObject **results, koila__exec_report *report)
 {
     koila__progress progress = koila__progress_begin(c->plan);
     exec x = { .tape = t,
@@ -566,10 +593,12 @@ int koila__exec_plan(koila__tape *t, const koila__part *p, const cached *c, PyOb
                .progress = &progress,
                .node_from = p->node_from,
                .measure = koila__cpu_bytes_ok() && c->gpu < 0,
-               .ranks = ranks };
+               .ranks = ranks,
+               .uses_bodies = uses_bodies,
+               .base_bytes = koila__cpu_bytes_current() };
     const bool works = koila__work_begin();
     koila__learned_run();
-    int status = exec_init(&x);
+    int status = koila__exec_init(&x);
     for (uint32_t i = 0; i < p->n_leaves && status == 0; i++)
         set_leaf(&x, koila_plan_leaf(c->plan, i), koila__part_leaf(t, p, i));
     if (status == 0)
@@ -577,8 +606,11 @@ int koila__exec_plan(koila__tape *t, const koila__part *p, const cached *c, PyOb
     if (works)
         koila__work_end();
     koila__progress_end(&progress);
-    exec_free(&x);
-    *report = (koila__exec_report){ .n_run = x.n_run, .retries = x.retries };
+    koila__exec_free(&x);
+    *report = (koila__exec_report){ .n_run = x.n_run,
+                                    .retries = x.retries,
+                                    .compiled = x.compiled,
+                                    .failed_in_body = x.failed_in_body };
     status = tell_ranks(&x, status, &report->announced);
     for (uint32_t i = 0; i < n && status < 0; i++)
         Py_CLEAR(results[i]);

@@ -2,6 +2,7 @@
  *
  *   exec.c         stages, slices, instructions     exec_values.c  what slices read and give
  *   exec_node.c    one call                         exec_random.c  what random calls draw from
+ *   body.c         slices as one compiled function
  */
 #ifndef KOILA_EXT_EXEC_H
 #define KOILA_EXT_EXEC_H
@@ -23,7 +24,7 @@ typedef struct exec {
     /* of a step within a row: the run of the rows, and the step; else NULL */
     const struct exec *outer;
     const koila_inner *inner;
-    koila__tape *tape;
+    koila__tape *tape; /* NULL: a body is walked (body.c) */
     const cached *c;
     const koila_plan *plan;
     const koila_graph *g;
@@ -46,6 +47,11 @@ typedef struct exec {
     PyObject *ranks;
     bool failure_announced;  /* a rank failed, and all ranks know */
     bool failed_inside_call; /* this rank failed where it cannot tell the others */
+    bool uses_bodies;        /* compiled ones, where there are any (body.c) */
+    bool has_body;           /* the running stage */
+    bool failed_in_body;     /* what it added to sums is not known */
+    uint64_t base_bytes;     /* held before the run; with uses_bodies */
+    uint64_t compiled;       /* bit k: stage k used its body */
     struct used {
         PyObject *generator; /* of the user */
         /* of the CPU: the run draws from one of its own, so that what other threads draw from the
@@ -114,6 +120,14 @@ int koila__exec_prepare_random(exec *x, koila_node n, bool in_loop);
  * failed and none was set before. */
 int koila__exec_give_generators_back(exec *x);
 void koila__exec_free_random(exec *x);
+
+/* ---- body.c. Runs the body of that stage on the running slice. */
+bool koila__body_is_there(const exec *x, uint32_t stage);
+int koila__body_run(exec *x, uint32_t stage);
+
+/* ---- exec.c: memory of a run. Init fails with an exception; free is needed in any case. */
+int koila__exec_init(exec *x);
+void koila__exec_free(exec *x);
 
 /* ---- exec_node.c */
 /* Runs the node of `in` on the rows of the running slice, or (not in_loop) on whole values. */

@@ -310,7 +310,7 @@ static int make_outputs(const exec *x, node_call *call)
     }
     if (PyErr_Occurred())
         return -1;
-    if (koila__lines_enabled)
+    if (koila__lines_enabled && x->tape)
         work_for_line(x, call->n);
     call->own_fix.generator = x->draws_from;
     if (koila__call(call->info.sig, call->inputs, &call->own_fix, call->link_fix, call->outputs) <

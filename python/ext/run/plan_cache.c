@@ -23,6 +23,7 @@ void koila__cached_release(cached *c)
     koila_assert(c->refs > 0);
     if (--c->refs)
         return;
+    koila__bodies_free(c->bodies, c->info.n_stages);
     koila_plan_free(c->plan);
     PyMem_RawFree(c->targets);
     if (c->is_predicted)

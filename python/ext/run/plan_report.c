@@ -259,8 +259,9 @@ static const char *recorded_op(const koila_plan *plan, const koila_graph *part, 
     return koila_op_name(table, koila_sig_get(table, koila_node_get(part, n).sig)->op);
 }
 
+/* compiled: bit k: stage k ran so. */
 static PyObject *loops_list(const koila_plan *plan, const koila_graph *part,
-                            const koila_plan_info *info, uint64_t base)
+                            const koila_plan_info *info, uint64_t base, uint64_t compiled)
 {
     PyObject *list = PyList_New(0);
     for (uint32_t k = 0; list && k < info->n_stages; k++) {
@@ -276,10 +277,11 @@ static PyObject *loops_list(const koila_plan *plan, const koila_graph *part,
             continue;
         const koila_node end = loop_ends_for(plan, st);
         PyObject *d = Py_BuildValue(
-            "{s:i,s:I,s:I,s:I,s:K,s:s,s:N}", "axis", (int)st->axis, "n_slices",
+            "{s:i,s:I,s:I,s:I,s:K,s:s,s:N,s:O}", "axis", (int)st->axis, "n_slices",
             koila_plan_slices(plan, st->axis), "n_nodes", n_nodes, "n_targets", n_targets,
             "peak_bytes", (unsigned long long)(st->peak_bytes + base), "ends_for",
-            recorded_op(plan, part, end), "ends_at", line_of(plan, part, end));
+            recorded_op(plan, part, end), "ends_at", line_of(plan, part, end), "compiled",
+            k < 64 && compiled >> k & 1 ? Py_True : Py_False);
         if (!d || PyList_Append(list, d) < 0)
             Py_CLEAR(list);
         Py_XDECREF(d);
@@ -377,8 +379,10 @@ PyObject *koila__step_facts(const koila__step *step)
     bad |= set_item(d, "micro_batch", PyLong_FromLongLong(rows));
     bad |= set_item(d, "n_micro_batches", PyLong_FromUnsignedLong(is_cut ? info.n_slices : 1));
     const uint32_t n_fewest = step->n_fewest ? step->n_fewest : info.n_slices;
+    const uint64_t predicted =
+        step->predicted_peak_bytes ? step->predicted_peak_bytes : info.peak_bytes;
     bad |= set_item(d, "n_fewest", PyLong_FromUnsignedLong(is_cut ? n_fewest : 1));
-    bad |= set_item(d, "predicted_peak_bytes", bytes_or_none(true, info.peak_bytes + base));
+    bad |= set_item(d, "predicted_peak_bytes", bytes_or_none(true, predicted + base));
     bad |= set_item(d, "measured_peak_bytes",
                     bytes_or_none(step->measured, step->measured_peak_bytes));
     bad |= set_item(d, "budget_bytes",
@@ -415,7 +419,7 @@ PyObject *koila__step_dict(const koila__step *step)
     PyObject *d = koila__step_facts(step);
     if (!d)
         return NULL;
-    int bad = set_item(d, "loops", loops_list(plan, part, &info, step->base_bytes));
+    int bad = set_item(d, "loops", loops_list(plan, part, &info, step->base_bytes, step->compiled));
     bad |= set_item(d, "largest", largest_list(plan, part));
     bad |= set_item(d, "curve", curve_list(plan, step->base_bytes));
     bad |= set_item(d, "plain_peak_bytes", plain_peak(step));

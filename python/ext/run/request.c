@@ -489,20 +489,45 @@ static next executed(request *q)
 }
 
 /* The plan runs. Resident memory is guarded, where that is limited and the step needs much. */
-static int exec_guarded(request *q, uint64_t base, koila__exec_report *told)
+static int exec_guarded(request *q, uint64_t base, bool uses_bodies, koila__exec_report *told)
 {
     const bool is_ample = koila__room_is_ample(&q->room, &q->c->info);
     const bool is_limited = q->room.resident.limit != UINT64_MAX && !is_ample;
     const bool inside = is_limited && koila__resident_begin(&q->room.resident, base);
     const int status =
         koila__exec_plan(q->tape, &q->part, q->c, q->ranks == Py_None ? NULL : q->ranks,
-                         q->n + q->keeping.n, q->results, told);
+                         uses_bodies, q->n + q->keeping.n, q->results, told);
     koila_assert((status < 0) == (PyErr_Occurred() != NULL));
     if (is_limited)
         koila__resident_end(inside, koila__cpu_bytes_current(), base + q->c->info.peak_bytes);
     else if (q->room.resident.limit != UINT64_MAX && status == 0)
         koila__resident_went_well();
     return status;
+}
+
+static bool may_run_without_bodies(const koila__exec_report *told)
+{
+    return told->failed_in_body && !koila__interrupted && PyErr_ExceptionMatches(PyExc_Exception);
+}
+
+/* A compiled body raised, for want of memory or since a tensor is not as it was recorded. */
+static next retry_without_bodies(request *q)
+{
+    koila__bodies_raised(q->c);
+    return RETRY;
+}
+
+/* The plan ran, and `took` so many seconds by the stopwatch: all that is learned from it. */
+static void learn(request *q, const koila__exec_report *told, bool went_well, double took)
+{
+    const bool is_settled = went_well && koila__bodies_ran(q->c, q->ranks != Py_None);
+    if (told->retries || (!went_well && koila__is_out_of_memory())) {
+        koila__gpu_ran_out(q->c);
+        koila__turn_refuse(&q->turn);
+    } else if (is_settled && q->turn.key)
+        koila__turn_took(&q->turn, took);
+    if (went_well && q->c->generation != koila__learned_generation())
+        koila__gpu_has_learned(q->c);
 }
 
 static next execute(request *q)
@@ -516,20 +541,19 @@ static next execute(request *q)
     const koila__stopwatch watch = is_timed ? koila__stopwatch_now() : (koila__stopwatch){ 0 };
     const double started = koila__seconds_now();
     koila__interrupted = false;
-    const int status = exec_guarded(q, base, &told);
+    const bool uses_bodies = koila__bodies_fit(q->c, &q->room);
+    q->step.predicted_peak_bytes = uses_bodies ? koila__bodies_peak(q->c) : 0;
+    const int status = exec_guarded(q, base, uses_bodies, &told);
     q->step.seconds += koila__seconds_now() - started;
     q->step.retries += told.retries;
     q->step.n_run += told.n_run;
-    const bool ran_out = status < 0 && koila__is_out_of_memory();
-    if (told.retries || ran_out) {
-        koila__gpu_ran_out(q->c);
-        koila__turn_refuse(&q->turn);
-    } else if (status == 0 && is_timed)
-        koila__turn_took(&q->turn, koila__stopwatch_since(&watch));
-    if (status == 0 && q->c->generation != koila__learned_generation())
-        koila__gpu_has_learned(q->c);
+    q->step.compiled = told.compiled;
+    const double took = is_timed ? koila__stopwatch_since(&watch) : 0;
     const uint64_t peak = koila__cpu_bytes_close(window);
-    if (ran_out)
+    if (status < 0 && may_run_without_bodies(&told))
+        return retry_without_bodies(q);
+    learn(q, &told, status == 0, took);
+    if (status < 0 && koila__is_out_of_memory())
         return after_out_of_memory(q, told.announced);
     if (status < 0)
         return q->ranks == Py_None && !koila__interrupted && PyErr_ExceptionMatches(PyExc_Exception)

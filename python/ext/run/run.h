@@ -12,7 +12,7 @@
  *   past.c          the last runs of a context      reads.c         what a read leaves
  *   tell.c          who is told of runs             slices_done.c   told while a long run runs
  *   call.c          one recorded call              modes.c         other people's modes, put aside
- *   aside.c         steps that torch does alone
+ *   aside.c         steps that torch does alone     body.c          slices as a compiled function
  *
  * Unless stated otherwise, functions fail with -1 or NULL and an exception, and return new
  * references.
@@ -188,6 +188,8 @@ double koila__stopwatch_since(const koila__stopwatch *start); /* seconds */
 void koila__stopwatch_plant(PyObject *seconds);
 
 /* ---- plan_cache.c */
+/* Compiled bodies of a plan's loops: body.c */
+typedef struct koila__bodies koila__bodies;
 /* A plan and the recorded part it was made for; shared by the cache and the last step's report. */
 typedef struct cached {
     uint32_t refs;
@@ -198,11 +200,12 @@ typedef struct cached {
     bool is_predicted; /* `part` is a copy over a table of its own (predict_step.c) */
     koila_plan *plan;
     koila_plan_info info;
-    int gpu;              /* planned for this GPU; -1: the CPU */
-    uint64_t state;       /* state of the GPU's allocator in which it fits; 0: check again */
-    uint32_t n_states;    /* number of changes of that state, over all plans of this step */
-    koila_fit fit;        /* struct_size 0: the sum of live bytes decided */
-    koila_value *targets; /* owned [n_targets] of `part`; NULL: of a prediction */
+    int gpu;               /* planned for this GPU; -1: the CPU */
+    uint64_t state;        /* state of the GPU's allocator in which it fits; 0: check again */
+    uint32_t n_states;     /* number of changes of that state, over all plans of this step */
+    koila_fit fit;         /* struct_size 0: the sum of live bytes decided */
+    koila__bodies *bodies; /* owned; NULL: nobody asked to compile its loops */
+    koila_value *targets;  /* owned [n_targets] of `part`; NULL: of a prediction */
     uint32_t n_targets;
     /* predicted for all rows at once, in recorded order, beyond what is held before; 0: not looked
      * at yet */
@@ -337,15 +340,34 @@ typedef struct koila__exec_report {
     uint64_t n_run;             /* operators run */
     uint32_t retries;           /* slices that ran out of memory and were halved */
     koila__announced announced; /* how a failure was announced */
+    uint64_t compiled;          /* bit k: stage k ran compiled */
+    bool failed_in_body;        /* a compiled one raised */
 } koila__exec_report;
 /* Runs plan c for part p; results[n] are new references. On failure nothing outside has changed.
- * `ranks`: those that agreed on the plan, or NULL. *report is always filled. */
+ * `ranks`: those that agreed on the plan, or NULL. uses_bodies: compiled ones, where there are any.
+ * *report is always filled. */
 int koila__exec_plan(koila__tape *t, const koila__part *p, const cached *c, PyObject *ranks,
-                     uint32_t n, PyObject **results, koila__exec_report *report);
+                     bool uses_bodies, uint32_t n, PyObject **results, koila__exec_report *report);
 /* Does the plan read the graph of the module that this thread runs now (koila::opaque_kept)? */
 bool koila__wants_graph(void);
 /* That module is being compiled: what the call uses inside is not learned. */
 void koila__note_compiled(void);
+
+/* ---- body.c: loops whose slices run as one compiled function */
+int koila__body_module_add(PyObject *m);
+void koila__bodies_free(koila__bodies *bodies, uint32_t n_stages);
+/* Plan c has run: its loops are compiled, if it is time by the settings of the running code. True:
+ * as they ran they will run from now on. Never fails. */
+bool koila__bodies_ran(cached *c, bool is_sharded);
+/* Has it any, that may be used now and fit the room as far as they were measured? */
+bool koila__bodies_fit(const cached *c, const koila__room *room);
+/* The peak that c's run with its bodies is expected to have, as koila_plan_info.peak_bytes. */
+uint64_t koila__bodies_peak(const cached *c);
+void koila__body_saw(const cached *c, uint32_t stage, uint64_t peak_bytes); /* measured */
+/* A full slice took this thread so long, with its body or without. */
+void koila__body_took(const cached *c, uint32_t stage, bool is_compiled, double seconds);
+/* One of them raised: drops them all. Takes the exception, an Exception. */
+void koila__bodies_raised(cached *c);
 
 /* ---- modes.c */
 /* Takes all modes off torch's stacks. *aside: what koila__modes_back() puts back; NULL: there were
@@ -390,8 +412,10 @@ typedef struct koila__step {
     uint64_t budget_bytes; /* limit on all bytes held; UINT64_MAX: free memory */
     bool measured;
     uint64_t measured_peak_bytes;
-    uint64_t n_run;    /* operators run, over all slices */
-    uint32_t retries;  /* times that one slice or all slices were made smaller */
+    uint64_t predicted_peak_bytes; /* beyond base_bytes; 0: the plan's */
+    uint64_t compiled;             /* bit k: stage k ran compiled */
+    uint64_t n_run;                /* operators run, over all slices */
+    uint32_t retries;              /* times that one slice or all slices were made smaller */
     uint32_t n_fewest; /* slices that would do, where more were run for speed; 0: those of `c` */
     uint32_t n_reads;  /* of a backward: runs for values that were read before it in its step */
     double seconds;    /* that its runs took, those that ran out of memory too */

@@ -796,5 +796,5 @@ int koila__run_module_add(PyObject *m)
         .forget = forget_signatures,
     };
     koila__executor = &executor;
-    return PyModule_AddFunctions(m, methods);
+    return PyModule_AddFunctions(m, methods) < 0 ? -1 : koila__body_module_add(m);
 }

@@ -117,7 +117,8 @@ static tuning *new_tuning(uint64_t key, const koila_graph *part, const koila_pla
 static uint64_t hash_of(const koila__settings *s)
 {
     const uint64_t flags = (uint64_t)s->slices | (uint64_t)s->axes << 2 | (uint64_t)s->strict << 4 |
-                           (uint64_t)s->resident << 5 | (uint64_t)s->has_budget << 6;
+                           (uint64_t)s->resident << 5 | (uint64_t)s->has_budget << 6 |
+                           (uint64_t)s->compile << 7;
     return koila__mix(koila__mix(s->budget, s->cpu_budget), flags);
 }
 
