@@ -1,5 +1,5 @@
-"""A model compiled by `torch.compile`. On a lazy batch its original Python runs and is recorded and
-cut like any other. On a plain tensor the compiled code runs as before.
+"""A model compiled by `torch.compile`. On a lazy batch its compiled code runs on slices, on a plain
+tensor as before.
 
     python examples/compile.py
 """
