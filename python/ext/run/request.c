@@ -548,7 +548,7 @@ static next execute(request *q)
     q->step.retries += told.retries;
     q->step.n_run += told.n_run;
     q->step.compiled = told.compiled;
-    const double took = is_timed ? koila__stopwatch_since(&watch) : 0;
+    const double took = is_timed && status == 0 ? koila__stopwatch_since(&watch) : 0;
     const uint64_t peak = koila__cpu_bytes_close(window);
     if (status < 0 && may_run_without_bodies(&told))
         return retry_without_bodies(q);
