@@ -33,6 +33,9 @@ static struct shim {
     int32_t (*get_device_type)(tensor_handle, int32_t *);
     int32_t (*get_device_index)(tensor_handle, int32_t *);
     int32_t (*get_data_ptr)(tensor_handle, void **);
+    int32_t (*get_layout)(tensor_handle, int32_t *);
+    int32_t (*strided)(void);                /* the layout of dense tensors */
+    bool (*requires_grad)(const void *impl); /* of a TensorImpl */
     bool (*grad_mode)(void);
     void (*set_grad_mode)(bool);
     bool (*inference_mode)(void);
@@ -50,6 +53,8 @@ bool koila__is_tensor(PyObject *o)
 
 bool koila__requires_grad(PyObject *tensor)
 {
+    if (shim.works && shim.requires_grad)
+        return shim.requires_grad(*(void **)koila__tensor_handle(tensor));
     PyObject *r = PyObject_GetAttrString(tensor, "requires_grad");
     const bool yes = r != Py_False;
     Py_XDECREF(r);
@@ -292,15 +297,23 @@ static int shim_meta(PyObject *real, koila_meta *out)
                : -1;
 }
 
-int koila__meta_of(PyObject *real, koila_meta *out)
+/* The shim has sizes and strides for sparse tensors too. */
+static bool is_dense(PyObject *real)
 {
-    /* check the layout: the shim has sizes and strides for sparse tensors too */
+    int32_t code;
+    if (shim.works && shim.strided && shim.get_layout &&
+        shim.get_layout(koila__tensor_handle(real), &code) == 0)
+        return code == shim.strided();
     PyObject *layout = layout_getter(real, layout_closure);
-    const bool dense = layout == koila__strided;
     if (!layout)
         PyErr_Clear();
     Py_XDECREF(layout);
-    if (dense && shim.works && shim_meta(real, out) == 0)
+    return layout == koila__strided;
+}
+
+int koila__meta_of(PyObject *real, koila_meta *out)
+{
+    if (shim.works && is_dense(real) && shim_meta(real, out) == 0)
         return 0;
     PyObject *f = koila__helper("real_meta");
     PyObject *t = f ? PyObject_CallOneArg(f, real) : NULL;
@@ -482,6 +495,8 @@ static bool find_functions(void *lib)
     FIND(shim.get_device_type, "aoti_torch_get_device_type");
     FIND(shim.get_device_index, "aoti_torch_get_device_index");
     FIND(shim.get_data_ptr, "aoti_torch_get_data_ptr");
+    FIND(shim.get_layout, "aoti_torch_get_layout");
+    FIND(shim.strided, "aoti_torch_layout_strided");
     FIND(shim.grad_mode, "aoti_torch_grad_mode_is_enabled");
     FIND(shim.set_grad_mode, "aoti_torch_grad_mode_set_enabled");
     FIND(koila__shim.reinterpret, "aoti_torch__reinterpret_tensor");
@@ -489,8 +504,9 @@ static bool find_functions(void *lib)
     FIND(koila__shim.empty, "aoti_torch_empty_strided");
     koila__shim.get_dtype = shim.get_dtype;
     koila__shim.get_data_ptr = shim.get_data_ptr;
-    /* the first of two C++ names; without it Python is asked */
+    /* these two are C++ names; without them Python is asked */
     FIND(shim.inference_mode, "_ZN3c1013InferenceMode10is_enabledEv");
+    FIND(shim.requires_grad, "_ZNK3c1010TensorImpl13requires_gradEv");
     /* without them a change between recording and run is not seen */
     FIND(shim.default_dtype, "_ZN3c1031get_default_dtype_as_scalartypeEv");
     FIND(shim.context, "_ZN2at13globalContextEv");
@@ -539,6 +555,8 @@ static bool shim_tells_the_truth(PyObject *probe)
 {
     int64_t n = 0, *size = NULL, *stride = NULL;
     tensor_handle h = koila__tensor_handle(probe);
+    if (shim.requires_grad && shim.requires_grad(*(void **)h))
+        return false;
     return shim.get_dim(h, &n) == 0 && n == 3 && shim.get_sizes(h, &size) == 0 &&
            shim.get_strides(h, &stride) == 0 && size[0] == 2 && size[1] == 3 && size[2] == 4 &&
            stride[0] == 12 && stride[1] == 1 && stride[2] == 3;
