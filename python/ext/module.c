@@ -6,6 +6,7 @@
 
 #include "run/run.h"
 #include "memlab/memlab.h"
+#include "ground/accumulate.h"
 #include "ground/autograd_nodes.h"
 #include "ground/backward_form.h"
 #include "ground/context.h"
@@ -38,7 +39,8 @@ static int exec(PyObject *m)
         return -1;
     if (koila__cpu_bytes_add_module(m) < 0 || koila__resident_add_module(m) < 0)
         return -1;
-    if (koila__autograd_nodes_add(m) < 0 || koila__backward_form_add(m) < 0)
+    if (koila__autograd_nodes_add(m) < 0 || koila__backward_form_add(m) < 0 ||
+        koila__accumulate_add(m) < 0)
         return -1;
     for (size_t i = 0; i < sizeof memlab / sizeof *memlab; i++)
         if (memlab[i](m) < 0)

@@ -222,6 +222,15 @@ def _learn_nodes() -> bool:
     return told is not None and [id(t) for t in told[0]] == [id(t) for t in walked]
 
 
+def _learn_accumulation() -> None:
+    """Show C what a leaf looks like that a hook watches. Where it cannot tell, the engine
+    accumulates."""
+    plain, hooked, later = (torch.ones(1, device="cpu", requires_grad=True) for _ in range(3))
+    hooked.register_hook(lambda g: g)
+    later.register_post_accumulate_grad_hook(lambda t: None)
+    _core.learn_accumulation(torch.nn.Parameter, plain, hooked, later)
+
+
 def _accumulate_lazy(leaf: torch.Tensor, gradient: torch.Tensor, create: bool) -> None:
     """`.grad` of a lazy leaf is lazy too."""
     with torch.set_grad_enabled(create):
@@ -284,6 +293,20 @@ def _hand_over(
         raise
     finally:
         _core.hold_factories(False)
+
+
+def _set_at_once(
+    depth: _Depth, call: _Call, leaves: list[torch.Tensor], gradients: list[torch.Tensor]
+) -> bool:
+    """Set `.grad` of all leaves, if that is all that a run of the engine would do: nobody watches,
+    and no leaf has a gradient yet. False: nothing was done."""
+    return (
+        not call.create
+        and not depth.callbacks
+        and _known_backward.nothing_around()
+        and not torch._C._autograd._profiler_enabled()
+        and _core.accumulate(tuple(call.outputs), leaves, gradients)
+    )
 
 
 class _Call(NamedTuple):
@@ -423,7 +446,9 @@ def _backward(depth: _Depth, call: _Call, inputs: Sequence[Any], kwargs: dict[st
         del pairs, real, lazies
         _let_go(wanted)
         if targets:
-            _hand_over(depth, targets, _computed(wanted, call.create), call.create)
+            gradients = _computed(wanted, call.create)
+            if not _set_at_once(depth, call, targets, gradients):
+                _hand_over(depth, targets, gradients, call.create)
         else:
             _computed(wanted, call.create)
     except BaseException:
@@ -511,6 +536,7 @@ def install() -> None:
         _nodes_are_known = False
     if _nodes_are_known:
         _known_backward.install()
+        _learn_accumulation()
     torch.autograd._engine_run_backward = _engine_run_backward  # type: ignore[attr-defined]
     _graph._engine_run_backward = _engine_run_backward
     engine = torch.autograd.Variable._execution_engine

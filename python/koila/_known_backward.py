@@ -21,7 +21,7 @@ def gradients(engine: Any, call: Any, leaves: list[torch.Tensor]) -> Sequence[to
     """The gradients of all real leaves behind `call.outputs`: recorded by torch's engine, or copied
     from a backward that was recorded before."""
     known = None
-    if _understood and not call.create and _nothing_around():
+    if _understood and not call.create and nothing_around():
         known = _core.backward_known(
             tuple(call.outputs), tuple(call.grads), leaves, bool(call.retain)
         )
@@ -35,7 +35,7 @@ def gradients(engine: Any, call: Any, leaves: list[torch.Tensor]) -> Sequence[to
     return found
 
 
-def _nothing_around() -> bool:
+def nothing_around() -> bool:
     """Is a backward, here and now, what its graph says, and nothing else?"""
     return not (
         torch.is_anomaly_enabled()

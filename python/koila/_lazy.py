@@ -237,6 +237,9 @@ def lazy(*values: Any, batch: Batch = 0) -> Any:
         raise ValueError(f"{call}: expected at least one value, got none")
     if OFF:
         return values[0] if len(values) == 1 else values
+    plain = _core.plain_inputs(values, batch)
+    if plain is not None:
+        return _plain_made_lazy(values, plain, call)
     if len(values) > 1:
         return _made_lazy(values, batch, values, call)
     value = values[0]
@@ -263,15 +266,35 @@ def _made_lazy(value: Any, batch: Batch, values: tuple[Any, ...], call: str) -> 
     alone = found if not (again or n_packed or n_to_pack) and _aside.may() else None
     if alone and _core.takes_alone(alone):
         return _copied(value, batch)
+    axis = _begin(found, alone, call)
+    return _wrapped(value, batch, axis, again)
+
+
+def _begin(found: _Found, alone: _Found | None, call: str) -> int:
+    """The axis of the open step along which the tensors of `found` are cut. alone: they, if torch
+    may do such steps alone."""
     first, d0, _ = found[0]
     if first.device.type == "cpu":
         _core.held_fits(call)
     _sharded.refuse_recording()
     _compiled.install()
     _packed.forget()
-    axis = _core.axis(first.shape[d0])
+    axis: int = _core.axis(first.shape[d0])
     _core.watch_step(alone)
-    return _wrapped(value, batch, axis, again)
+    return axis
+
+
+def _plain_made_lazy(values: tuple[Any, ...], found: _Found, call: str) -> Any:
+    """What `_made_lazy()` returns for what `_core.plain_inputs()` has found."""
+    axis = _begin(found, found if _aside.may() else None, call)
+    made: dict[int, Any] = {}
+    for t, dim, _ in found:
+        if id(t) not in made:  # one tensor given twice stays one
+            made[id(t)] = _wrap(t, axis, dim)
+    value = values[0] if len(values) == 1 else values
+    if isinstance(value, torch.Tensor):
+        return made[id(value)]
+    return type(value)(made.get(id(t), t) for t in value)
 
 
 def _copied(value: Any, batch: Batch) -> Any:

@@ -236,15 +236,26 @@ def test_the_slices_are_the_fewest_that_fit():
 
 
 @pytest.mark.parametrize("m", [None, 8])
-def test_autograd_takes_the_gradients_without_a_copy(m, monkeypatch):
+@pytest.mark.parametrize("watched", [False, True])  # else koila sets them itself
+def test_autograd_takes_the_gradients_without_a_copy(m, watched, monkeypatch):
     made = []
 
     def hand_over(depth, leaves, gradients, create, right=_backward._hand_over):
         made.extend(g.data_ptr() for g in gradients)
         right(depth, leaves, gradients, create)
 
+    def set_at_once(depth, call, leaves, gradients, right=_backward._set_at_once):
+        held = [g.data_ptr() for g in gradients]
+        done = right(depth, call, leaves, gradients)
+        assert done != watched
+        made.extend(held if done else ())
+        return done
+
     monkeypatch.setattr(_backward, "_hand_over", hand_over)
+    monkeypatch.setattr(_backward, "_set_at_once", set_at_once)
     model, batch = mlp(), (torch.randn(32, 64), torch.randint(0, 10, (32,)))
+    if watched:
+        next(model.parameters()).register_post_accumulate_grad_hook(lambda p: None)
     koila_step(model, ce, batch, m)
     assert {p.grad.data_ptr() for p in model.parameters()} == set(made)
 

@@ -100,7 +100,7 @@ static bool push(koila__form *f, uint64_t word)
 
 static uint64_t number_of(koila__node node) { return (uint64_t)(uintptr_t)node[layout.number_at]; }
 
-static bool has_hooks(koila__node node)
+bool koila__form_has_hooks(koila__node node)
 {
     for (uint32_t i = 0; i < N_HOOK_WORDS; i++)
         if (node[layout.hooks_at[i]])
@@ -136,7 +136,7 @@ int koila__form_of(const koila__nodes *nodes, PyObject *leaves, koila__form *out
             n_leaves++;
             continue;
         }
-        if (kind_of(node) == FOREIGN || has_hooks(node))
+        if (kind_of(node) == FOREIGN || koila__form_has_hooks(node))
             return 0;
         if (number_of(node) < first)
             first = number_of(node);

@@ -18,6 +18,7 @@ typedef struct koila__form {
  * in it (a torch.autograd.Function, a hook, a class that is not torch's own), so that its form does
  * not say what it does, or other leaves are meant; -1 with an exception. */
 int koila__form_of(const koila__nodes *nodes, PyObject *leaves, koila__form *out);
+bool koila__form_has_hooks(koila__node node); /* of its own; forms are known */
 /* Is the node (its Python object) the transpose of a leaf of two dimensions or fewer? */
 bool koila__form_is_transpose(PyObject *node);
 bool koila__form_equal(const koila__form *a, const koila__form *b);

@@ -502,6 +502,9 @@ static bool find_functions(void *lib)
     FIND(koila__shim.reinterpret, "aoti_torch__reinterpret_tensor");
     FIND(koila__shim.drop, "aoti_torch_delete_tensor_object");
     FIND(koila__shim.empty, "aoti_torch_empty_strided");
+    /* two C++ names; without them gradients are accumulated by torch's engine */
+    FIND(koila__shim.hooks, "_ZN5torch8autograd4impl5hooksERKN2at6TensorE");
+    FIND(koila__shim.later_hooks, "_ZN5torch8autograd4impl19post_acc_grad_hooksERKN2at6TensorE");
     koila__shim.get_dtype = shim.get_dtype;
     koila__shim.get_data_ptr = shim.get_data_ptr;
     /* these two are C++ names; without them Python is asked */

@@ -61,7 +61,7 @@ uint8_t koila__call_mode(void);
 int koila__set_call_mode(uint8_t mode);
 bool koila__maybe_inference(void); /* false: certainly not in inference mode */
 
-/* ---- for wrapper.c, which makes tensors */
+/* ---- for wrapper.c, which makes tensors, and accumulate.c */
 typedef void *tensor_handle; /* a TensorImpl ** */
 /* A function is NULL where this version of torch lacks it. */
 typedef struct koila__shim_tensors {
@@ -73,6 +73,10 @@ typedef struct koila__shim_tensors {
     int32_t (*get_dtype)(tensor_handle, int32_t *);
     int32_t (*get_data_ptr)(tensor_handle, void **);
     PyObject *(*wrap)(tensor_handle, PyTypeObject *);
+    /* what watches a leaf, as autograd keeps it: a vector, of which the first words are begin and
+     * end, and a unique_ptr */
+    const void *const *(*hooks)(tensor_handle);
+    const void *const *(*later_hooks)(tensor_handle);
 } koila__shim_tensors;
 extern koila__shim_tensors koila__shim;
 /* offset of the TensorImpl * in a tensor object; 0: not known */

@@ -265,6 +265,41 @@ static bool add_inputs(inputs *in, PyObject *items, int64_t dim)
     return in->n > 0;
 }
 
+static bool is_sequence(PyObject *o) { return PyTuple_CheckExact(o) || PyList_CheckExact(o); }
+
+/* What the arguments of lazy() hold, borrowed: they, or the one tuple or list that they are. None:
+ * one argument that is no sequence. */
+static PyObject *items_of(PyObject *values)
+{
+    if (PyTuple_GET_SIZE(values) != 1)
+        return values;
+    PyObject *only = PyTuple_GET_ITEM(values, 0);
+    return is_sequence(only) ? only : Py_None;
+}
+
+static bool have_one_size(const inputs *in)
+{
+    const int64_t size = koila_meta_get(koila__table, in->meta[0])->size[in->dim[0]];
+    for (uint32_t i = 1; i < in->n; i++)
+        if (koila_meta_get(koila__table, in->meta[i])->size[in->dim[i]] != size)
+            return false;
+    return true;
+}
+
+/* Those of lazy(*values, batch=batch). False: koila must look at them. */
+static bool call_inputs(inputs *in, PyObject *values, PyObject *batch)
+{
+    if (!PyTuple_GET_SIZE(values) || !PyLong_CheckExact(batch))
+        return false;
+    const int64_t dim = PyLong_AsLongLong(batch);
+    if (dim == -1 && PyErr_Occurred()) {
+        PyErr_Clear();
+        return false;
+    }
+    PyObject *items = items_of(values);
+    return add_inputs(in, items == Py_None ? values : items, dim);
+}
+
 /* ---- the step since the last lazy() */
 
 /* Steps of this kind are recorded again from the beginning. */
@@ -513,8 +548,6 @@ static PyObject *copied_items(const inputs *in, PyObject **copies, PyObject *ite
 
 /* ---- Python */
 
-static bool is_sequence(PyObject *o) { return PyTuple_CheckExact(o) || PyList_CheckExact(o); }
-
 /* step_aside(values, batch): what lazy(*values, batch=batch) returns where torch does the step: of
  * tensors, or of one tuple or list of tensors. None: lazy() goes on. */
 static PyObject *py_step_aside(PyObject *self, PyObject *const *args, Py_ssize_t n_args)
@@ -528,23 +561,40 @@ static PyObject *py_step_aside(PyObject *self, PyObject *const *args, Py_ssize_t
     }
     PyObject *values = args[0];
     const koila__context *c = koila__context_peek();
-    if (!c || !c->aside || !PyTuple_GET_SIZE(values) || !PyLong_CheckExact(args[1]))
-        Py_RETURN_NONE;
-    const bool is_one = PyTuple_GET_SIZE(values) == 1;
-    const bool is_inside = is_one && is_sequence(PyTuple_GET_ITEM(values, 0));
-    PyObject *items = is_inside ? PyTuple_GET_ITEM(values, 0) : values;
-    const int64_t dim = PyLong_AsLongLong(args[1]);
-    if (dim == -1 && PyErr_Occurred())
-        PyErr_Clear();
-    if (!add_inputs(&in, items, dim))
+    if (!c || !c->aside || !call_inputs(&in, values, args[1]))
         Py_RETURN_NONE;
     const int does = step_aside(&in);
     if (does < 0)
         return NULL;
     if (!does)
         Py_RETURN_NONE;
-    return is_one && !is_inside ? handed_out(&in, copies, PyTuple_GET_ITEM(values, 0))
-                                : copied_items(&in, copies, items);
+    PyObject *items = items_of(values);
+    return items == Py_None ? handed_out(&in, copies, PyTuple_GET_ITEM(values, 0))
+                            : copied_items(&in, copies, items);
+}
+
+/* plain_inputs(values, batch): the batched tensors of lazy(*values, batch=batch), where these are
+ * tensors, or one tuple or list of tensors, and all of them plain, with batches of one size; with
+ * their batch dimensions. None: lazy() must look at them one by one. */
+static PyObject *py_plain_inputs(PyObject *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    inputs in = { .n = 0 };
+    (void)self;
+    if (n_args != 2 || !PyTuple_CheckExact(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "plain_inputs(tuple of values, batch)");
+        return NULL;
+    }
+    if (!call_inputs(&in, args[0], args[1]) || !have_one_size(&in))
+        Py_RETURN_NONE;
+    PyObject *found = PyList_New(in.n);
+    for (uint32_t i = 0; found && i < in.n; i++) {
+        PyObject *one = Py_BuildValue("OIs", in.at[i], in.dim[i], "");
+        if (one)
+            PyList_SET_ITEM(found, i, one);
+        else
+            Py_CLEAR(found);
+    }
+    return found;
 }
 
 /* The inputs of a list of (tensor, batch dimension, ...). */
@@ -637,6 +687,9 @@ static PyMethodDef methods[] = {
     { "step_aside", (PyCFunction)(void (*)(void))py_step_aside, METH_FASTCALL,
       "step_aside(values, batch): what lazy(*values, batch=batch) returns where torch does the "
       "step; None: lazy() goes on." },
+    { "plain_inputs", (PyCFunction)(void (*)(void))py_plain_inputs, METH_FASTCALL,
+      "plain_inputs(values, batch) -> [(tensor, batch dimension, ''), ...] of lazy(*values, "
+      "batch=batch), where all are plain and alike; None: lazy() looks at them one by one." },
     { "takes_alone", py_takes_alone, METH_O,
       "takes_alone([(tensor, batch dimension, where), ...]): does torch do the step with these?" },
     { "watch_step", py_watch_step, METH_O,
