@@ -501,13 +501,25 @@ after_step: Callable[[int], None] | None = None
 def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     context = _core.backward_context(t_outputs, args[0] if args else None)
     if context is None:
-        return run_backward(t_outputs, *args, **kwargs)
+        if after_step is None:
+            return run_backward(t_outputs, *args, **kwargs)
+        return _run_and_tell(t_outputs, *args, **kwargs)
     if after_step is None or depth_of(context).level:
         return _run_shielded(context, t_outputs, *args, **kwargs)
     before = _core.last_backward()
     result = _run_shielded(context, t_outputs, *args, **kwargs)
     number = _core.last_backward()
     if number != before and after_step is not None:
+        after_step(number)
+    return result
+
+
+def _run_and_tell(*args: Any, **kwargs: Any) -> Any:
+    """torch's own backward, perhaps of a step that torch does alone, while somebody listens."""
+    is_inside = torch._C._current_graph_task_id() != -1  # a backward of a checkpoint
+    result = run_backward(*args, **kwargs)
+    number = 0 if is_inside else _core.ends_alone()
+    if number and after_step is not None:
         after_step(number)
     return result
 

@@ -17,8 +17,9 @@ from ._plan import Plan, cut_in_words, in_short
 
 LOGGER = logging.getLogger("koila")
 
-# Of a plan, what was told: bits that C keeps (cached.told of python/ext/run/run.h).
-_SLOW, _CUT = 1, 2
+# Of a plan, what was told: bits that C keeps (cached.told of python/ext/run/run.h). And: nothing
+# can be said now, and no change of a level will tell when; C asks again (python/ext/run/tell.c).
+_SLOW, _CUT, _ASK_AGAIN = 1, 2, 4
 
 MUCH_AGAIN = 1.25  # work run per work recorded, from which on it is worth a word
 MANY_READS = 8  # runs for single values in one step
@@ -30,6 +31,8 @@ _last_cut: dict[tuple[str, str], str] = {}
 
 def told(number: int, before: int, retries: int) -> int:
     """Run `number` is over; `before`: what was told of its plan. Returns what is told now."""
+    if LOGGER.disabled:
+        return before | _ASK_AGAIN
     wanted = _SLOW if LOGGER.isEnabledFor(logging.WARNING) else 0
     if LOGGER.isEnabledFor(logging.INFO):
         wanted |= _CUT
@@ -37,7 +40,7 @@ def told(number: int, before: int, retries: int) -> int:
         return before
     raw = _core.plan_numbered(number)
     if raw is None:
-        return before
+        return before | _ASK_AGAIN
     plan = Plan(raw)
     if wanted & _CUT & ~before:
         _tell_cut(plan)
@@ -171,4 +174,4 @@ def from_environment() -> None:
 
 def install() -> None:
     from_environment()
-    _core.tell_to(told)
+    _core.tell_to(told, getattr(LOGGER, "_cache", None))

@@ -25,6 +25,7 @@ class _Step(NamedTuple):
     gathers: int
     retries: int
     number: int
+    aside: bool = False
 
 
 class Step(_Step):
@@ -34,11 +35,15 @@ class Step(_Step):
         slices: of the rows, or along `axis` within them.
         micro_batch, batch, axis, predicted_peak_bytes, measured_peak_bytes, budget_bytes, retries:
             as in `Plan`.
-        seconds: that the run of all slices took.
+        seconds: that the run of all slices took; where torch did the step alone, from `lazy()` to
+            the end of `backward()`.
         gathers: operators for which values were made whole; `plan.gathers` names them.
-        number: of all runs of the process.
+        number: of all runs of the process, and steps that were told.
+        aside: torch did it alone (see `lazy()`). `slices` is 1 then, and what was predicted is the
+            plan of the last such step that was recorded.
         plan: the step's `Plan`, made when it is asked for: it takes longer than the rest. `None`
-            once 16 newer runs have ended, or in another thread.
+            once 16 newer runs have ended, or torch has done another such step alone, or in another
+            thread.
 
     Example:
         >>> steps = []
@@ -75,6 +80,7 @@ class Listener:
         self._callback = callback
         _listeners.append(self)
         _backward.after_step = _tell
+        _core.heard(True)
 
     def __call__(self, step: Step) -> Any:
         return self._callback(step)
@@ -85,6 +91,7 @@ class Listener:
             _listeners.remove(self)
         if not _listeners:
             _backward.after_step = None
+            _core.heard(False)
 
     def __enter__(self) -> Listener:
         return self
@@ -122,6 +129,7 @@ def _tell(number: int) -> None:
         gathers=len(raw["gathers"]),
         retries=raw["retries"],
         number=number,
+        aside=raw["n_aside"] > 0,
     )
     with contextlib.ExitStack() as calls:  # all are called, whichever of them raises
         for listener in reversed(_listeners):
@@ -132,7 +140,8 @@ def on_step(callback: Callback) -> Listener:
     """Call `callback(step)` after each `backward()` (or `torch.autograd.grad()`) of a lazy step, in
     the thread that ran it, with a `Step`. In all threads of the process.
 
-    Steps that torch does alone (see `lazy()`) are not told.
+    Of a step that torch does alone (see `lazy()`), as many backwards are told as when it was
+    recorded; `step.aside` says so.
 
     The step is complete by then: gradients and buffers are in place. What a callback raises comes
     out of `backward()`, after the other callbacks were called. Ctrl-C is not held back.

@@ -637,3 +637,74 @@ def test_threads_that_end_leave_nothing():
     loop.step(batch(0), forward=hungry)
     loop.steps(1)
     assert DEVICE != "cpu" or not loop.is_aside
+
+
+# ---- being told
+
+
+def told_of(n_steps, one):
+    """The steps that a listener is told of in so many steps, the first ones recorded."""
+    seen = []
+    with koila.on_step(seen.append):
+        for _ in range(n_steps):
+            one()
+    assert _core.is_aside()
+    return seen
+
+
+def test_steps_that_torch_does_alone_are_told_as_such():
+    loop, x, seen = Loop(), torch.randn(6, 4), []
+
+    def look(told):
+        seen.append((told, told.plan, loop.model[0].weight.grad is not None))
+
+    with koila.on_step(look):
+        for _ in range(AFTER + 3):
+            loop.step(x)
+    loop.step(x)  # nobody listens
+    facts = [(t.aside, t.slices, t.micro_batch, t.batch) for t, _, _ in seen]
+    assert facts == [(False, 1, 6, 6)] * AFTER + [(True, 1, 6, 6)] * 3
+    assert all(there for _, _, there in seen)
+    numbers = [t.number for t, _, _ in seen]
+    assert numbers == sorted(set(numbers))
+    for told, plan, _ in seen[AFTER:]:
+        assert plan.n_aside and plan.measured_peak_bytes == told.measured_peak_bytes
+        assert 0 < told.seconds < 10
+        assert DEVICE != "cpu" or told.measured_peak_bytes > 0
+    assert seen[-2][0].plan is None and seen[-1][0].plan is not None
+
+
+@pytest.mark.parametrize("n, is_reentrant", [(1, False), (2, False), (1, True)])
+def test_as_many_backwards_of_a_step_are_told_as_when_it_was_recorded(n, is_reentrant):
+    model, x = nn.Linear(4, 3), torch.randn(6, 4)
+
+    def one():
+        out = model(lazy(x))
+        if is_reentrant:
+            out = torch.utils.checkpoint.checkpoint(torch.tanh, out, use_reentrant=True)
+        for i in range(n):
+            out.square().mean().backward(retain_graph=i + 1 < n)
+        model.weight.sum().backward()  # none of koila's
+
+    seen = told_of(AFTER + 2, one)
+    assert [t.aside for t in seen] == [False] * (n * AFTER) + [True] * (n * 2)
+
+
+def test_a_step_without_a_backward_is_not_told_when_torch_does_it_alone():
+    model, x = nn.Linear(4, 3), torch.randn(6, 4)
+
+    def one():
+        model(lazy(x)).sum().item()
+        model.weight.sum().backward()  # none of koila's
+
+    assert told_of(AFTER + 2, one) == []
+
+
+def test_a_callback_that_raises_does_so_after_the_gradients_of_a_step_done_alone():
+    loop, x = Loop(), torch.randn(6, 4)
+    for _ in range(AFTER + 1):
+        loop.step(x)
+    loop.model.zero_grad()
+    with koila.on_step(lambda told: 1 / 0), pytest.raises(ZeroDivisionError):
+        loop.step(x)
+    assert loop.was_lazy[-1] is False and loop.model[0].weight.grad is not None

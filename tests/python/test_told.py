@@ -64,17 +64,16 @@ def test_a_cut_is_told_when_it_is_chosen_and_when_it_changes(caplog):
 
 
 def test_a_step_that_is_as_before_asks_nothing_of_the_log(caplog, monkeypatch):
-    """Told in full, C does not call Python any more; below the level it asks and looks no
-    further."""
+    """Told in full, or as far as the level lets it, C does not call Python any more."""
     asked, looked = [], []
     whole = _core.plan_numbered
     monkeypatch.setattr(_core, "plan_numbered", lambda n: looked.append(n) or whole(n))
-    _core.tell_to(lambda *args: asked.append(args) or _log.told(*args))
+    _core.tell_to(lambda *args: asked.append(args) or _log.told(*args), _log.LOGGER._cache)
     try:
         model = plain_model()
         for level, n_asked, n_looked in (
-            (logging.CRITICAL, 3, 0),
-            (logging.WARNING, 3, 1),
+            (logging.CRITICAL, 1, 0),
+            (logging.WARNING, 1, 1),
             (logging.INFO, 1, 1),
             (logging.INFO, 0, 0),
         ):
@@ -84,7 +83,7 @@ def test_a_step_that_is_as_before_asks_nothing_of_the_log(caplog, monkeypatch):
                 step(model)
             assert (len(asked), len(looked)) == (n_asked, n_looked), level
     finally:
-        _core.tell_to(_log.told)
+        _log.install()
 
 
 def test_a_gather_is_warned_of_once_with_its_line_and_a_remedy(caplog):
@@ -301,6 +300,38 @@ def test_a_callback_may_run_a_step_and_is_told_in_the_thread_that_runs_it():
         thread.join()
     assert [batch for _, batch in seen] == [10, 12]
     assert {who for who, _ in seen} == {thread.ident}
+
+
+def test_the_log_is_asked_about_a_plan_once_for_each_level(monkeypatch):
+    asked = []
+
+    def told(*args, right=_log.told):
+        asked.append(args)
+        return right(*args)
+
+    logger = logging.getLogger("koila")
+    monkeypatch.setattr(logger, "level", logger.level)
+    _core.tell_to(told, logger._cache)
+    try:
+        with koila.step_aside(False):
+            model = plain_model()
+            logger.setLevel(logging.ERROR)
+            for _ in range(4):
+                step(model)
+            assert len(asked) == 1
+            logging.disable(logging.CRITICAL)  # any level, of anybody
+            step(model), step(model)
+            assert len(asked) == 2
+            logging.disable(logging.NOTSET)
+            logger.disabled = True  # which no level tells
+            step(model), step(model)
+            assert len(asked) == 4
+            logger.disabled = False
+            step(model), step(model)
+            assert len(asked) == 5
+    finally:
+        logger.disabled = False
+        _log.install()
 
 
 # ---- the bar

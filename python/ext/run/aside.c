@@ -67,26 +67,29 @@ typedef struct kind {
     uint32_t n_equal;  /* whole steps in a row */
     uint32_t n_unseen; /* steps that torch did since the last one that was recorded */
     bool look_due;
-    uint64_t n_bytes; /* of its inputs */
-    uint64_t need;    /* beyond what is held when it begins, the most of those in a row */
-    uint64_t held;    /* when the last recorded one began */
-    int gpu;          /* -1: the CPU */
-    uint64_t used;    /* when, by `clock_of_uses` */
-    uint64_t after;   /* koila__n_told() when torch did it last */
-    koila__step step; /* of the last recorded one, owned; .c NULL: there is none */
+    uint64_t n_bytes;     /* of its inputs */
+    uint64_t need;        /* beyond what is held when it begins, the most of those in a row */
+    uint64_t held;        /* when the last recorded one began */
+    int gpu;              /* -1: the CPU */
+    uint64_t used;        /* when, by `clock_of_uses` */
+    uint64_t after;       /* koila__n_told() when torch did it last */
+    uint32_t n_backwards; /* of the last recorded one */
+    koila__step step;     /* of the last recorded one, owned; .c NULL: there is none */
 } kind;
 
 typedef struct koila__aside {
     kind at[N_KINDS];
     uint64_t generation; /* of what is remembered */
     /* the step since the last lazy() */
-    kind *last;        /* NULL: it is none of them */
-    bool is_aside;     /* torch does it */
-    bool is_spoiled;   /* it was cut, or its run failed */
-    bool has_backward; /* and it ran */
-    uint32_t n_runs;   /* of it */
-    uint64_t held;     /* when it began */
-    uint64_t planned;  /* bytes that its plans needed */
+    kind *last;           /* NULL: it is none of them */
+    bool is_aside;        /* torch does it */
+    bool is_spoiled;      /* it was cut, or its run failed */
+    uint32_t n_runs;      /* of it */
+    uint32_t n_backwards; /* among them; of a step that torch does alone, those that were told */
+    double began;         /* seconds of CLOCK_MONOTONIC, while somebody listens; else 0 */
+    uint64_t held;        /* when it began */
+    uint64_t peak;        /* until its window was opened anew */
+    uint64_t planned;     /* bytes that its plans needed */
     uint64_t n_refused;
     int window; /* while `last` is set */
     /* the last look at a GPU */
@@ -100,6 +103,7 @@ static uint64_t n_turns;       /* times that koila has stepped aside, or come ba
 static const char *why = "";   /* the last of these, in words */
 static uint64_t n_gpu_refused; /* allocations on GPUs */
 static uint32_t n_windows;     /* open, in all contexts */
+static bool is_heard;          /* does somebody listen to steps (koila.on_step)? */
 
 /* The one place where koila steps aside or comes back. */
 static void turned(const char *reason)
@@ -339,8 +343,16 @@ static void judge_recorded(aside *s, kind *k, uint64_t need)
     k->n_unseen = 0;
     k->look_due = false;
     k->held = s->held;
+    k->n_backwards = s->n_backwards;
     if (need > k->need)
         k->need = need;
+}
+
+/* Closes its window. */
+static uint64_t peak_so_far(const aside *s)
+{
+    const uint64_t peak = window_close(s->window);
+    return peak > s->peak ? peak : s->peak;
 }
 
 /* It is over. */
@@ -349,7 +361,7 @@ static void judge(aside *s)
     kind *k = s->last;
     if (!k)
         return;
-    const uint64_t peak = window_close(s->window);
+    const uint64_t peak = peak_so_far(s);
     const uint64_t measured = k->gpu < 0 && peak > s->held ? peak - s->held : 0;
     s->last = NULL;
     if (s->is_aside)
@@ -363,9 +375,10 @@ static void begin(aside *s, kind *k, bool is_aside)
     koila_assert(!s->last);
     s->last = k;
     s->is_aside = is_aside;
-    s->is_spoiled = s->has_backward = false;
-    s->n_runs = 0;
-    s->planned = 0;
+    s->is_spoiled = false;
+    s->n_runs = s->n_backwards = 0;
+    s->planned = s->peak = 0;
+    s->began = is_aside && is_heard ? koila__seconds_now() : 0;
     s->held = koila__cpu_bytes_current();
     s->n_refused = n_refused_now();
     s->window = window_open();
@@ -389,9 +402,9 @@ void koila__aside_ran(const koila__step *step, int gpu, bool alone)
     s->planned = need > s->planned ? need : s->planned;
     k->gpu = gpu;
     const bool is_backward = step->asked_by == KOILA__ASKED_BY_BACKWARD;
-    if (s->has_backward && !is_backward)
+    if (s->n_backwards && !is_backward)
         return; /* a value was read after it */
-    s->has_backward = is_backward;
+    s->n_backwards += is_backward;
     const koila__step gone = k->step;
     k->step = *step;
     k->step.n_aside = gone.n_aside;
@@ -510,6 +523,36 @@ const koila__step *koila__last_step(void)
     const koila__step *recorded = koila__past_last();
     const koila__step *alone = recorded ? done_alone_since(recorded->number) : NULL;
     return alone ? alone : recorded;
+}
+
+const koila__step *koila__step_numbered(uint64_t number)
+{
+    const aside *s = aside_now(false);
+    for (uint32_t i = 0; s && i < N_KINDS; i++)
+        if (s->at[i].step.n_aside && s->at[i].step.number == number)
+            return &s->at[i].step;
+    return koila__past_numbered(number);
+}
+
+/* A backward is over. If it is one of a step that torch does alone, the step is told from here on
+ * with what is known of it now: the step, else NULL. Such a step has as many backwards as when it
+ * was recorded. */
+static const koila__step *ends_alone(void)
+{
+    aside *s = aside_now(false);
+    kind *k = s ? s->last : NULL;
+    if (!k || !s->is_aside || s->n_backwards >= k->n_backwards)
+        return NULL;
+    s->n_backwards++;
+    k->step.measured = k->gpu < 0 && s->window >= 0;
+    s->peak = peak_so_far(s);
+    s->window = window_open();
+    k->step.number = koila__number_next();
+    k->after = k->step.number;
+    k->step.seconds = s->began ? koila__seconds_now() - s->began : 0;
+    k->step.base_bytes = s->held;
+    k->step.measured_peak_bytes = s->peak;
+    return &k->step;
 }
 
 /* ---- the copies */
@@ -670,6 +713,23 @@ static PyObject *py_aside_step(PyObject *self, PyObject *ignored)
     return PyBool_FromLong(told && told->n_aside);
 }
 
+/* ends_alone() → the number by which the step is told; 0: koila has recorded it, or it has no such
+ * backward. */
+static PyObject *py_ends_alone(PyObject *self, PyObject *ignored)
+{
+    (void)self;
+    (void)ignored;
+    const koila__step *step = ends_alone();
+    return PyLong_FromUnsignedLongLong(step ? step->number : 0);
+}
+
+static PyObject *py_heard(PyObject *self, PyObject *yes)
+{
+    (void)self;
+    is_heard = yes == Py_True;
+    Py_RETURN_NONE;
+}
+
 static PyObject *py_aside_after(PyObject *self, PyObject *args)
 {
     unsigned int equal, every;
@@ -700,6 +760,10 @@ static PyMethodDef methods[] = {
       "aside() -> {'steps': done by torch alone, 'turns': times that koila stepped aside or came "
       "back, 'why': the last of them}" },
     { "is_aside", py_aside_step, METH_NOARGS, "Has torch done the last step alone?" },
+    { "ends_alone", py_ends_alone, METH_NOARGS,
+      "ends_alone(): a backward of torch's own is over -> the number of the step that torch does "
+      "alone, if it is one of that; else 0." },
+    { "heard", py_heard, METH_O, "heard(bool): somebody listens to steps, or nobody any more." },
     { "aside_after", py_aside_after, METH_VARARGS,
       "aside_after(steps, every) -> before: koila steps aside after so many equal steps, and looks "
       "at one in so many; for tests." },

@@ -125,6 +125,8 @@ const koila__step *koila__past_last(void)
 
 uint64_t koila__n_told(void) { return n_steps; }
 
+uint64_t koila__number_next(void) { return ++n_steps; }
+
 const koila__step *koila__past_numbered(uint64_t number)
 {
     const past *p = past_now();

@@ -210,7 +210,8 @@ typedef struct cached {
     /* predicted for all rows at once, in recorded order, beyond what is held before; 0: not looked
      * at yet */
     uint64_t plain_peak_bytes;
-    uint8_t told; /* what of it the log knows: bits of koila._log */
+    uint8_t told;   /* what of it the log knows: bits of koila._log */
+    uint32_t asked; /* of tell.c: at which change of levels the log was asked about it */
 } cached;
 void koila__cached_release(cached *c); /* NULL is fine */
 /* A plan for a copy of a recorded part, both taken over. NULL + error: they are not. */
@@ -447,8 +448,9 @@ void koila__count_read(koila__tape *t, const koila__part *p, const cached *c, ui
 void koila__count_backward(koila__tape *t, const koila__part *p, koila__step *step);
 
 /* ---- tell.c */
-/* Calls `told` for each run whose plan it has not told in full; NULL: nobody. */
-void koila__tell_to(PyObject *told);
+/* Calls `told` for each run whose plan it has not told in full; NULL: nobody. levels: its logger's
+ * table of levels, or NULL. */
+void koila__tell_to(PyObject *told, PyObject *levels);
 /* A request is over. What `told` raises is written to sys.unraisablehook. */
 void koila__tell(void);
 
@@ -469,6 +471,8 @@ void koila__progress_slice(koila__progress *p); /* one more is done */
 void koila__progress_end(koila__progress *p);
 /* Of the newest run or plan of the process (koila__step.number). */
 uint64_t koila__n_told(void);
+/* A new number, for a step that is told and has no run. */
+uint64_t koila__number_next(void);
 
 /* ---- aside.c: the steps of the running code's context that torch may do alone */
 /* A run has ended, which `step` tells of. gpu: where, -1: on the CPU. alone: no other rank makes
@@ -479,6 +483,9 @@ void koila__aside_forget(void); /* of all contexts: koila looks at each step aga
 /* What last_plan() tells: koila__past_last(), or what the last step was like, if torch has done it
  * alone since. NULL: nothing yet. Borrowed until the next step. */
 const koila__step *koila__last_step(void);
+/* The run of this number, or the step that torch did alone and that was told by it; NULL: it is not
+ * remembered. */
+const koila__step *koila__step_numbered(uint64_t number);
 int koila__aside_add_module(PyObject *m);
 
 /* ---- plan_report.c */

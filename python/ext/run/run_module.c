@@ -57,7 +57,7 @@ static PyObject *py_last_backward(PyObject *self, PyObject *ignored)
 static PyObject *numbered(PyObject *number, PyObject *(*make)(const koila__step *))
 {
     const unsigned long long n = PyLong_AsUnsignedLongLong(number);
-    return PyErr_Occurred() ? NULL : made_of(koila__past_numbered(n), make);
+    return PyErr_Occurred() ? NULL : made_of(koila__step_numbered(n), make);
 }
 
 static PyObject *py_plan_numbered(PyObject *self, PyObject *number)
@@ -78,10 +78,13 @@ static PyObject *function_or_null(PyObject *function)
     return function == Py_None ? NULL : function;
 }
 
-static PyObject *py_tell_to(PyObject *self, PyObject *function)
+static PyObject *py_tell_to(PyObject *self, PyObject *args)
 {
+    PyObject *function, *levels = NULL;
     (void)self;
-    koila__tell_to(function_or_null(function));
+    if (!PyArg_ParseTuple(args, "O|O:tell_to", &function, &levels))
+        return NULL;
+    koila__tell_to(function_or_null(function), levels);
     Py_RETURN_NONE;
 }
 
@@ -530,7 +533,7 @@ static PyObject *py_save_graph(PyObject *self, PyObject *args)
         return NULL;
     int status = -1;
     if (PyLong_Check(list)) {
-        const koila__step *step = koila__past_numbered(PyLong_AsUnsignedLongLong(list));
+        const koila__step *step = koila__step_numbered(PyLong_AsUnsignedLongLong(list));
         if (!step)
             return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
         status = koila__save_graph(step->c->part, path);
@@ -722,8 +725,9 @@ static PyMethodDef methods[] = {
       "plan_numbered(number): facts of that run as a dict, or None: it is not one of the last." },
     { "step_facts", py_step_facts, METH_O,
       "step_facts(number): as plan_numbered(), without what takes long to make." },
-    { "tell_to", py_tell_to, METH_O,
-      "tell_to(function | None): it is called as function(number, told, retries) for each run "
+    { "tell_to", py_tell_to, METH_VARARGS,
+      "tell_to(function | None[, its logger's table of levels]): it is called as function(number, "
+      "told, retries) for each run "
       "whose plan it has not told in full, and returns what it has told." },
     { "progress_to", py_progress_to, METH_O,
       "progress_to(function | None): it is called as function(done, all, is_over) in a long run, "
