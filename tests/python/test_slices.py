@@ -112,7 +112,7 @@ def sizes_of(seconds, n, step=None):
 
 # ---- what is chosen
 
-ENOUGH = CALM + 2 + 3 * 11 + 5  # steps until the last of three sizes is decided, and some
+ENOUGH = CALM + 2 + 5 * 11 + 5  # steps until the last of five sizes is decided, and some
 
 
 @pytest.mark.parametrize(
@@ -129,12 +129,36 @@ def test_a_step_settles_on_the_size_that_the_clock_prefers(seconds, best):
     sizes = sizes_of(seconds, ENOUGH)
     assert sizes[:CALM] == [FEWEST] * CALM
     assert sizes[-5:] == [best] * 5
-    assert set(sizes) <= {16, 8, 4, 2}
+    around = {22, 11, 6, 4, 3, 2}  # 1½ and ¾ times the slices of the best
+    assert set(sizes) <= {16, 8, 4, 2} | around
+
+
+@pytest.mark.parametrize(
+    "seconds, best, room",
+    [
+        ({16: 0.016, 8: 0.016, 11: 0.008, 9: 0.008}, 11, ROOM),
+        ({16: 0.020, 8: 0.014, 11: 0.008, 9: 0.008}, 11, ROOM),
+        ({16: 0.020, 8: 0.008, 6: 0.004, 4: 0.010}, 6, ROOM),
+        ({16: 0.016, 8: 0.024, 22: 0.008, 20: 0.008}, 22, ROOM),
+        ({16: 0.016, 8: 0.024, 22: 0.008, 20: 0.008}, 16, ROOM * 11 // 16),
+    ],
+    ids=["between", "below half", "beyond half", "above", "above, which does not fit"],
+)
+def test_sizes_between_the_halves_are_tried_around_the_best(seconds, best, room):
+    def work():
+        PLANTED.seconds = seconds
+        step = Step()
+        step.room = room
+        return step.sizes(ENOUGH), koila.last_plan()
+
+    sizes, plan = in_a_context(work)
+    assert plan.n_fewest == min(4, plan.n_micro_batches)
+    assert sizes[:CALM] == [FEWEST] * CALM and sizes[-5:] == [best] * 5
 
 
 def test_a_size_that_is_slower_is_left_after_three_runs():
     seen = collections.Counter(sizes_of({16: 0.008, 8: 0.03, 4: 0.001}, CALM + 20))
-    assert seen[8] == 3 and set(seen) == {16, 8}
+    assert seen[8] == seen[11] == seen[22] == 3 and set(seen) == {22, 16, 11, 8}
 
 
 @pytest.mark.parametrize("half, chosen", [(1.0, 16), (0.9, 8)], ids=["as fast", "faster"])

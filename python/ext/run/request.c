@@ -354,7 +354,8 @@ static void report(request *q)
 {
     tell_who_asks(q);
     q->step.c = q->c;
-    q->step.n_fewest = q->turn.size ? q->turn.n_fewest : 0;
+    const bool are_more = q->turn.size && q->turn.n_fewest < q->c->info.n_slices;
+    q->step.n_fewest = are_more ? q->turn.n_fewest : 0;
     if (q->step.asked_by == KOILA__ASKED_BY_BACKWARD)
         koila__count_backward(q->tape, &q->part, &q->step);
     else if (q->step.asked_by != KOILA__ASKED_BY_PLAN)

@@ -4,7 +4,9 @@
  * N_CALM times, and then tries half the rows: a run to warm up, and pairs of runs, one with each
  * size. Of each pair the ratio of the two times counts, of all pairs the median; so a machine that
  * is busy for a while slows both. Half the rows are kept if they are clearly faster, and a half of
- * them is tried next, unless they were clearly slower. Every so many steps all is tried again.
+ * them is tried next, unless they were clearly slower. Around the best of these, 1½ and ¾ times as
+ * many slices are tried last: a plan of the fewest slices has a power of two of them, and fewer
+ * that are none may fit. Every so many steps all is tried again.
  *
  * What is learned belongs to a context (a thread, an asyncio task) and a plan: to the recorded
  * step, its targets, and the fewest slices. Nothing is tried
@@ -23,7 +25,8 @@
 
 enum {
     N_TUNED = 16,     /* steps remembered by a context */
-    N_SIZES = 4,      /* the fewest slices, and 2, 4 and 8 times as many */
+    N_HALVES = 4,     /* the fewest slices, and 2, 4 and 8 times as many */
+    N_SIZES = 6,      /* and two around the best of these */
     N_PAIRS = 5,      /* of runs, to compare two sizes; odd, for the median */
     N_WINS = 4,       /* of these pairs, that a faster size must win */
     N_EARLY = 2,      /* pairs that suffice where all are clearly lost */
@@ -43,10 +46,12 @@ typedef struct tuning {
     uint32_t n_calm;   /* runs in a row under them */
     bool is_fixed;     /* nothing is tried */
     double shortest;   /* seconds: the shortest run of the fewest slices */
-    int64_t rows[N_SIZES];
+    int64_t batch;
+    int64_t rows[N_SIZES]; /* of a slice */
     uint32_t n_sizes, best;
-    uint32_t tried; /* against the best; 0: none now */
-    bool is_warm;   /* it ran once */
+    uint32_t tried;  /* against the best; 0: none now */
+    bool is_warm;    /* it ran once */
+    bool is_refined; /* what lies around the best is among them */
     uint32_t n_runs[2];
     double seconds[2][N_PAIRS];   /* of the best, of the tried */
     uint32_t until_look, to_wait; /* runs until all is tried again, and the next time */
@@ -85,11 +90,23 @@ static void begin_trials(tuning *t, const koila_plan_info *fewest)
         t->rows[t->n_sizes++] = rows;
         n_slices *= 2;
         rows = (fewest->batch + n_slices - 1) / n_slices;
-    } while (t->n_sizes < N_SIZES && rows < t->rows[t->n_sizes - 1]);
+    } while (t->n_sizes < N_HALVES && rows < t->rows[t->n_sizes - 1]);
     t->best = 0;
     t->tried = t->n_sizes > 1;
-    t->is_warm = false;
+    t->is_warm = t->is_refined = false;
     t->n_runs[0] = t->n_runs[1] = 0;
+    t->batch = fewest->batch;
+}
+
+/* Adds the size of so many slices, if it is not there. */
+static void add_size(tuning *t, int64_t n_slices)
+{
+    const int64_t rows = (t->batch + n_slices - 1) / n_slices;
+    for (uint32_t i = 0; i < t->n_sizes; i++)
+        if (t->rows[i] == rows)
+            return;
+    koila_assert(t->n_sizes < N_SIZES);
+    t->rows[t->n_sizes++] = rows;
 }
 
 /* NULL: no memory, without an exception. */
@@ -170,11 +187,33 @@ static void settle(tuning *t)
         t->to_wait *= 2;
 }
 
+/* The sizes around the best, or the next of them; after these it settles. */
+static void refine(tuning *t)
+{
+    if (!t->is_refined) {
+        const int64_t n_slices = (t->batch + t->rows[t->best] - 1) / t->rows[t->best];
+        t->is_refined = true;
+        t->tried = t->n_sizes - 1;
+        add_size(t, n_slices + n_slices / 2);
+        add_size(t, n_slices - n_slices / 4);
+    }
+    if (t->tried + 1 < t->n_sizes)
+        t->tried++;
+    else
+        settle(t);
+}
+
 void koila__turn_refuse(const koila__turn *turn)
 {
     tuning *t = turn->size ? tuning_of(turn->key) : NULL;
     if (!t)
         return;
+    t->n_runs[0] = t->n_runs[1] = 0;
+    t->is_warm = false;
+    if (t->is_refined && turn->size == t->tried) {
+        refine(t);
+        return;
+    }
     if (turn->size <= t->best)
         t->best = 0;
     settle(t);
@@ -217,8 +256,8 @@ static void decide(tuning *t)
         t->best = t->tried;
     t->n_runs[0] = t->n_runs[1] = 0;
     t->is_warm = false;
-    if (is_lost || v.ratio >= CLEAR_LOSS || t->tried + 1 == t->n_sizes)
-        settle(t);
+    if (t->is_refined || is_lost || v.ratio >= CLEAR_LOSS || t->tried + 1 == t->n_sizes)
+        refine(t);
     else
         t->tried++;
 }
