@@ -17,6 +17,7 @@ import argparse
 import os
 import pathlib
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import koila
-from koila import memlab
+from koila import _pages, memlab
 
 memlab.start(trace=True)
 torch.manual_seed(0)
@@ -68,6 +69,19 @@ memlab.snapshot(model, optimizer).save("tensors.html")
 with koila.budget("16MiB"):
     step(*koila.lazy(images, labels))
 koila.last_plan().save("plan.html")
+
+# A cell as a notebook shows it: what was typed, and the result's own HTML.
+from IPython.core.interactiveshell import InteractiveShell
+
+CELL = "a = torch.ones(1000, 1000)\\nb = a + 1\\ndel a"
+shell = InteractiveShell.instance()
+shell.user_ns["torch"] = torch
+shell.run_line_magic("load_ext", "koila.memlab")
+OPTIONS = "-D -c hits -c rise -c delta -c alloc -c freed"
+result = shell.run_cell_magic("mlrun", OPTIONS, CELL)
+typed = f"<pre>%%mlrun {OPTIONS}\\n{CELL}</pre>"
+with open("cell.html", "w", encoding="utf-8") as page:
+    page.write(_pages.page("In [1]", [typed, result._repr_html_()]))
 """
 
 # What is wrong with the page that is open, as texts.
@@ -77,6 +91,8 @@ LOOK = """
   if (document.documentElement.scrollWidth > width)
     wrong.push(`${document.documentElement.scrollWidth} pixels wide in a window of ${width}`);
   if (document.body.innerText.trim().length < 40) wrong.push('no text');
+  for (const p of document.querySelectorAll('pre'))
+    if (p.offsetParent && !p.innerText.trim()) wrong.push('an empty block of code');
   for (const i of document.images)
     if (i.offsetParent && !(i.naturalWidth && i.width && i.height)) wrong.push(`empty: ${i.src}`);
   for (const s of document.querySelectorAll('svg[viewBox][role=img]')) {
@@ -95,15 +111,11 @@ def chromium() -> str | None:
 
 
 def pages_of_koila(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The pages that koila writes of a small program: a plan, a timeline, lines, tensors."""
-    before = pathlib.Path.cwd()
-    os.chdir(folder)
-    try:
-        pathlib.Path("train.py").write_text(PROGRAM, encoding="utf-8")
-        exec(compile(PROGRAM, "train.py", "exec"), {"__name__": "train"})
-    finally:
-        os.chdir(before)
-    return [folder / f"{name}.html" for name in ("plan", "timeline", "lines", "tensors")]
+    """The pages that koila writes of a small program: a plan, a timeline, lines, tensors, and a
+    notebook's cell."""
+    (folder / "train.py").write_text(PROGRAM, encoding="utf-8")
+    subprocess.run([sys.executable, "train.py"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    return [folder / f"{name}.html" for name in ("plan", "timeline", "lines", "tensors", "cell")]
 
 
 def looked_at(page: Any, url: str) -> list[str]:
@@ -154,7 +166,7 @@ def draw_pictures(browser: Any, folder: pathlib.Path) -> None:
         viewport={"width": PICTURE_WIDTH, "height": 900}, color_scheme="light"
     )
     page = context.new_page()
-    for file in pages_of_koila(folder)[:3]:  # of tensors the site shows the text
+    for file in pages_of_koila(folder):
         page.goto(file.as_uri())
         height = page.evaluate("document.body.getBoundingClientRect().bottom")
         shown = {"x": 0, "y": 0, "width": PICTURE_WIDTH, "height": min(height, PICTURE_HEIGHT)}

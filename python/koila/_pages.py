@@ -39,27 +39,30 @@ body.koila {{ background: var(--page); margin: 2rem auto; padding: 0 1rem; }}
   white-space: nowrap; text-align: left; font-variant-numeric: tabular-nums; font-size: .9rem;
 }}
 .koila td:nth-child(n+2) {{ font-family: ui-monospace, monospace; font-size: .85rem; }}
-.koila svg {{
-  width: 100%; min-width: 34rem; height: auto; background: var(--card); border-radius: .5rem;
-}}
-.koila svg text {{ fill: var(--dim); font-size: 12px; }}
-.koila .at rect {{ fill: var(--mark); fill-opacity: 0; }}
-.koila .at circle {{ fill: var(--mark); fill-opacity: 0; }}
-.koila .plot {{ display: grid; grid-template-columns: 5.5rem minmax(0, 1fr); gap: .3rem .5rem; }}
+.koila .plot {{ display: grid; grid-template-columns: 5rem minmax(0, 1fr); gap: .3rem .5rem; }}
 .koila .y, .koila .x {{
-  display: flex; justify-content: space-between; color: var(--dim); font-size: 12px;
+  display: flex; justify-content: space-between; color: var(--dim); font-size: 12px; gap: 1rem;
 }}
 .koila .y {{ flex-direction: column; text-align: right; }}
-.koila .plot svg {{ height: 360px; min-width: 0; }}
+.koila .x {{ overflow-wrap: anywhere; }} .koila .x span:last-child {{ text-align: right; }}
+.koila .plot svg {{
+  display: block; width: 100%; height: 320px; background: var(--card); border-radius: .5rem;
+}}
+.koila .over {{ position: relative; font-size: 12px; color: var(--dim); }}
+.koila .over span {{ position: absolute; right: 0; white-space: nowrap; }}
+.koila .tick {{ transform: translateY(-50%); }}
+.koila .limit {{ transform: translateY(-105%); margin-right: .3rem; }}
+.koila .curve * {{ vector-effect: non-scaling-stroke; }}
 .koila .curve path:hover {{ fill-opacity: .75; }}
-.koila .flames {{ position: relative; margin: 1em 0; }}
+.koila .at rect {{ fill: var(--mark); fill-opacity: 0; }}
+.koila .at:hover rect {{ fill-opacity: .4; }}
+.koila .flames {{ position: relative; margin: 1em 0; overflow: hidden; }}
 .koila .box {{
-  position: absolute; box-sizing: border-box; height: 25px; overflow: hidden; padding: 0 3px;
-  white-space: nowrap; font: 12px/24px ui-monospace, monospace; color: #1d2330;
-  border: 1px solid var(--page);
+  position: absolute; box-sizing: border-box; height: 25px; overflow: hidden; text-indent: 3px;
+  white-space: nowrap; font: 12px/24px ui-monospace, monospace; color: #000;
+  border: 0 solid var(--page); border-width: 0 1px 1px 0;
 }}
 .koila .box:hover {{ overflow: visible; width: auto !important; z-index: 1; }}
-.koila .at:hover rect {{ fill-opacity: .12; }} .koila .at:hover circle {{ fill-opacity: 1; }}
 """
 
 
@@ -103,7 +106,7 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 # ---- a curve
 
 _MOST_POINTS, _MOST_TITLES = 2000, 400
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 960, 320, 84, 10, 26, 40
+_WIDTH, _HEIGHT = 1000, 320  # of the drawing, which is stretched to the width that there is
 
 
 def round_step(most: float) -> int:
@@ -131,14 +134,40 @@ def curve(
     points = points or [("", 0)]
     peak = max(n for _, n in points)
     near = limit if limit is not None and limit <= 3 * max(peak, 1) else None
-    scale = max(peak, near or 0, 1) * 1.05
-    right, floor = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-
-    def x(i: int) -> float:
-        return _LEFT + (right - _LEFT) * i / max(len(points) - 1, 1)
+    scale = max(peak, near or 0, 1) * 1.1
 
     def y(n: float) -> float:
-        return _TOP + (floor - _TOP) * (1 - n / scale)
+        return _HEIGHT * (1 - n / scale)
+
+    told = html.escape(f"bytes that torch holds, along the {along}")
+    out = [f'<div class="plot"><div></div><div class="x">{told}</div>']
+    ticks = range(0, int(scale) + 1, round_step(scale))
+    out += ['<div class="over">', *(_label("tick", y(n), readable(n)) for n in ticks)]
+    out.append('</div><div class="over">')
+    out.append(
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
+        'aria-label="memory over the step" class="curve">'
+    )
+    out += [_line(y(n), 'stroke="var(--line)"') for n in ticks]
+    out += _area(points, y, readable)
+    if near is not None:
+        out.append(_line(y(near), 'stroke="var(--limit)" stroke-dasharray="6 4"'))
+    out.append("</svg>")
+    if near is not None:
+        out.append(_label("limit", y(near), f"budget {readable(near)}"))
+    first, last = html.escape(points[0][0]), html.escape(points[-1][0])
+    out.append(f'</div><div></div><div class="x"><span>{first}</span><span>{last}</span></div>')
+    out.append("</div>")
+    return "\n".join(out)
+
+
+def _area(
+    points: Sequence[tuple[str, int]], y: Callable[[float], float], readable: Callable[[float], str]
+) -> list[str]:
+    """The elements of the area below the points, and what each tells under the pointer."""
+
+    def x(i: int) -> float:
+        return _WIDTH * i / max(len(points) - 1, 1)
 
     step = max(1, len(points) // _MOST_POINTS)  # each group of points shows its highest
     shown = [
@@ -146,46 +175,26 @@ def curve(
         for i in range(0, len(points), step)
     ]
     path = " ".join(f"{x(i):.1f},{y(points[i][1]):.1f}" for i in shown)
-    out = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="memory over the step">']
-    out.append(f'<text x="{_LEFT}" y="14">bytes that torch holds</text>')
-    tick = round_step(scale)
-    for n in range(0, int(scale) + 1, tick):
-        out.append(_line(y(n), 'stroke="var(--line)"'))
-        out.append(
-            f'<text x="{_LEFT - 8}" y="{y(n) + 4:.1f}" text-anchor="end">{readable(n)}</text>'
-        )
     ends = f"{x(shown[0]):.1f},{y(0):.1f} {path} {x(shown[-1]):.1f},{y(0):.1f}"
-    out.append(f'<polygon points="{ends}" fill="var(--mark)" fill-opacity=".15"/>')
+    out = [f'<polygon points="{ends}" fill="var(--mark)" fill-opacity=".15"/>']
     out.append(f'<polyline points="{path}" fill="none" stroke="var(--mark)" stroke-width="1.5"/>')
-    if near is not None:
-        out.append(_line(y(near), 'stroke="var(--limit)" stroke-dasharray="6 4"'))
-        out.append(
-            f'<text x="{right - 4}" y="{y(near) - 5:.1f}" text-anchor="end">budget '
-            f"{readable(near)}</text>"
-        )
     told = shown[:: max(1, len(shown) // _MOST_TITLES)]
-    band = (right - _LEFT) / len(told)
+    band = _WIDTH / len(told)
     for i in told:
         label, n = points[i]
         out.append(
-            f'<g class="at"><rect x="{x(i) - band / 2:.1f}" y="{_TOP}" width="{band:.1f}" '
-            f'height="{floor - _TOP}"/><circle cx="{x(i):.1f}" cy="{y(n):.1f}" r="4"/>'
-            f"<title>{html.escape(f'{label}: {readable(n)}')}</title></g>"
+            f'<g class="at"><rect x="{x(i) - band / 2:.1f}" y="0" width="{band:.1f}" '
+            f'height="{_HEIGHT}"/><title>{html.escape(f"{label}: {readable(n)}")}</title></g>'
         )
-    out.append(f'<text x="{_LEFT}" y="{_HEIGHT - 22}">{html.escape(points[0][0])}</text>')
-    out.append(
-        f'<text x="{right}" y="{_HEIGHT - 22}" text-anchor="end">'
-        f"{html.escape(points[-1][0])}</text>"
-    )
-    middle = (_LEFT + right) / 2
-    out.append(
-        f'<text x="{middle:.0f}" y="{_HEIGHT - 6}" text-anchor="middle">{html.escape(along)}</text>'
-    )
-    return '<div class="wide">' + "\n".join([*out, "</svg>"]) + "</div>"
+    return out
+
+
+def _label(kind: str, y: float, text: str) -> str:
+    return f'<span class="{kind}" style="top:{100 * y / _HEIGHT:.1f}%">{html.escape(text)}</span>'
 
 
 def _line(y: float, look: str) -> str:
-    return f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" {look}/>'
+    return f'<line x1="0" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" {look}/>'
 
 
 # ---- a flame graph

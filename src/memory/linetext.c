@@ -140,16 +140,27 @@ static void write_text_table(koila__lines *l, const koila__view *v, const koila_
     write_notes(l, v, columns, n_columns, device, out);
 }
 
+static bool is_blank_head(const koila__column *columns, size_t n_columns, int h)
+{
+    for (size_t k = 0; k < n_columns; k++)
+        if (*koila__column_head(&columns[k], h))
+            return false;
+    return true;
+}
+
 static void write_html_table(koila__lines *l, const koila__view *v, const koila__column *columns,
                              size_t n_columns, int device, const double *maxima, koila__text *out)
 {
-    static const char *const colours[] = { "#cfe2f3", "#d9ead3", "#fce5cd",
-                                           "#ead1dc", "#d9d2e9", "#fff2cc" };
+    /* as much colour as leaves the page's ink readable, be it dark or light */
+    static const char *const colours[] = { "#6fa8dc55", "#93c47d55", "#f6b26b55",
+                                           "#c27ba055", "#8e7cc355", "#ffd96655" };
     char buffer[64];
     double value;
-    koila__text_puts(
-        out, "<div><table style=\"border-collapse: collapse; font-family: monospace\">\n<thead>\n");
+    koila__text_puts(out, "<div style=\"overflow-x: auto\"><table style=\"border-collapse: "
+                          "collapse; font-family: monospace\">\n<thead>\n");
     for (int h = 0; h < N_HEADS; h++) {
+        if (h && is_blank_head(columns, n_columns, h))
+            continue;
         koila__text_puts(out, "<tr>");
         for (size_t k = 0; k < n_columns; k++) {
             koila__text_puts(out, "<th style=\"text-align: right; padding: 0 0.5em\">");
