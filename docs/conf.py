@@ -40,6 +40,8 @@ html_theme_options = {"footer_icons": []}
 
 DOCS = pathlib.Path(__file__).parent
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s:]+\.md)(?:#[^)]*)?\)")
+# A comment; or a block of code, whose comments are shown.
+_COMMENT = re.compile(r"(?P<code>^```.*?^```)|<!--.*?-->\n?", re.DOTALL | re.MULTILINE)
 _SECTIONS = {"Args:", "Attributes:", "Example:", "Raises:", "Returns:"}
 
 
@@ -54,8 +56,7 @@ def shown(_app, docname, source):
         return f"{{download}}`{m[1]} <{m[2]}>`" if is_outside else m[0]
 
     text = re.sub(r"<!-- (\{toctree\}.*?)-->", r"```\1```", source[0], flags=re.DOTALL)
-    text = re.sub(r"<!--.*?-->\n?", "", text, flags=re.DOTALL)
-    source[0] = _LINK.sub(link, text)
+    source[0] = _LINK.sub(link, _COMMENT.sub(lambda m: m["code"] or "", text))
 
 
 def as_restructured_text(_app, _what, _name, _object, _options, lines):

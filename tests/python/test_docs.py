@@ -1,6 +1,7 @@
 """What is written for users is true: the examples of every page run and print what the page says,
 links lead somewhere, the README stays short, and every public name has an example that runs."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -118,6 +119,30 @@ def test_the_links_of_a_page_lead_somewhere(name):
 def test_no_page_is_without_a_picture_or_an_example():
     assert [n for n in PAGES if not pages.has_picture_or_example(read(n))] == []
     assert not pages.has_picture_or_example("# Words\n\nNothing but [words](x.md).\n")
+
+
+def missing_of_the_reference(page, names):
+    return [n for n in names if not re.search(rf"::? koila\.(?:\w+\.)*{n}$", page, re.MULTILINE)]
+
+
+def test_every_public_name_is_in_the_reference():
+    import koila
+    from koila import memlab
+
+    page = read("docs/reference/api.md")
+    assert missing_of_the_reference(page, koila.__all__) == []
+    assert missing_of_the_reference(page.replace("koila.lazy\n", "\n"), ["lazy"]) == ["lazy"]
+    assert missing_of_the_reference(read("docs/reference/memlab.md"), memlab.__all__) == []
+
+
+def test_the_site_shows_a_comment_only_where_it_is_code():
+    spec = importlib.util.spec_from_file_location("conf_of_the_site", ROOT / "docs/conf.py")
+    conf = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conf)
+    code = "```text\n<!-- run\nx = 1\n-->\n```\n"
+    source = [f"<!-- needs: torch -->\n{code}<!-- run\ny = 2\n-->\n<!-- {{toctree}}\nstart\n-->\n"]
+    conf.shown(None, "index", source)
+    assert source[0] == f"{code}```{{toctree}}\nstart\n```\n"
 
 
 TABLE = re.compile(r"<!-- table: (.*?) -->\n(.*?)<!-- end -->", re.DOTALL)
