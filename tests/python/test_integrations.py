@@ -44,7 +44,7 @@ class Classifier(nn.Module):
         return {"loss": loss, "logits": logits} if loss is not None else {"logits": logits}
 
 
-def hugging_face(folder, callbacks, later=False, loss=None):
+def hugging_face(folder, callbacks, later=False, loss=None, report_to=()):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     x, y = data()
@@ -56,7 +56,7 @@ def hugging_face(folder, callbacks, later=False, loss=None):
         num_train_epochs=2,
         logging_steps=1,
         use_cpu=True,
-        report_to=[],
+        report_to=list(report_to),
         save_strategy="no",
         disable_tqdm=True,
         optim="sgd",
@@ -102,6 +102,53 @@ def test_the_trainer_of_hugging_face_trains_the_same_in_slices_and_logs_them(tmp
     n = koila._core.n_plans()
     cut.evaluate()
     assert koila._core.n_plans() == n
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_reporters_that_the_trainer_puts_first_see_what_koila_logs(tmp_path, later, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    from transformers import trainer
+
+    from koila.integrations.transformers import KoilaCallback
+
+    class Reporter(transformers.TrainerCallback):
+        seen, begun = [], 0
+
+        def on_train_begin(self, *given, **named):
+            Reporter.begun += 1
+
+        def on_log(self, args, state, control, logs=None, **given):
+            Reporter.seen.append(dict(logs))
+
+    class Second(Reporter):
+        pass
+
+    def reporters(report_to):
+        return [Reporter, Second]
+
+    monkeypatch.setattr(trainer, "get_reporting_integration_callbacks", reporters)
+    hugging_face(tmp_path, [])
+    assert Reporter.seen and not any("koila/slices" in logs for logs in Reporter.seen)
+    Reporter.seen, Reporter.begun = [], 0
+    with koila.micro_batch(8):
+        cut = hugging_face(tmp_path, [KoilaCallback()], later)
+    assert isinstance(cut.callback_handler.callbacks[0], KoilaCallback)
+    steps = [logs for logs in Reporter.seen if "loss" in logs]
+    assert len(steps) == 12 and Reporter.begun == 2  # both are called, and none twice
+    assert all(logs["koila/slices"] == 3 and logs["koila/peak_mib"] > 0 for logs in steps)
+
+
+def test_tensorboard_gets_what_koila_logs(tmp_path):
+    pytest.importorskip("transformers")
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from koila.integrations.transformers import KoilaCallback
+
+    with koila.micro_batch(8):
+        hugging_face(tmp_path, [KoilaCallback()], report_to=["tensorboard"])
+    [file] = tmp_path.rglob("events.out.tfevents*")
+    events = reading.EventAccumulator(str(file)).Reload()
+    assert [e.value for e in events.Scalars("train/koila/slices")] == [3.0] * 6
+    assert len(events.Scalars("train/koila/peak_mib")) == len(events.Scalars("train/loss")) == 6
 
 
 def test_inputs_of_the_model_may_have_their_batch_elsewhere():
