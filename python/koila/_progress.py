@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 from typing import Any
 
 from . import _core
@@ -42,7 +43,9 @@ def _find_tqdm() -> Any:
     global _make
     if _make is None:
         try:
-            _make = importlib.import_module("tqdm.auto").tqdm
+            with warnings.catch_warnings():  # in a notebook without widgets, whose bar is of text
+                warnings.simplefilter("ignore")
+                _make = importlib.import_module("tqdm.auto").tqdm
         except ImportError:
             _make = False
     return _make
@@ -55,7 +58,8 @@ def _show(done: int, all: int, is_over: bool) -> bool:
         make = _find_tqdm() if not is_over and _has_reader() else None
         if not make:
             return False
-        _bar = make(total=all, desc="koila", unit="slice", leave=False, delay=0)
+        # from here on: those that are done took longer than the bar will see
+        _bar = make(total=all, initial=done, desc="koila", unit="slice", leave=False, delay=0)
     _bar.total = max(all, done)
     _bar.update(done - _bar.n)
     if is_over:

@@ -1,11 +1,17 @@
 """What koila tells: the log, on_step(), the bar of a long step."""
 
+import contextlib
+import fcntl
 import io
 import logging
 import os
+import pty
+import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 
 import pytest
@@ -343,8 +349,8 @@ def bars(monkeypatch):
     made = []
 
     class Bar:
-        def __init__(self, total, **options):
-            self.total, self.n, self.told, self.is_open = total, 0, [], True
+        def __init__(self, total, initial, **options):
+            self.total, self.n, self.told, self.is_open = total, initial, [], True
             made.append(self)
 
         def update(self, more):
@@ -399,3 +405,65 @@ def test_short_steps_and_those_nobody_looks_at_show_nothing(bars, monkeypatch):
     assert not _progress._has_reader()
     with pytest.raises(TypeError, match="True or False"):
         koila.progress("off")
+
+
+# ---- the library of the bar itself
+
+LONG_STEP = """
+import time
+import torch
+import koila
+from koila import _core, lazy
+
+_core.progress_after(0.3)
+
+
+def slow(x):
+    time.sleep(0.08)
+    return x * 2
+
+
+x = lazy(torch.randn(10, 5))
+with koila.micro_batch(1):
+    koila.run(koila.opaque(slow)(x))
+"""
+
+
+def run_in_terminal(program, folder):
+    """What a program writes to a terminal, 80 columns wide, that is its standard error."""
+    (folder / "program.py").write_text(program, encoding="utf-8")
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    child = subprocess.Popen(
+        [sys.executable, "program.py"], cwd=folder, stdout=subprocess.DEVNULL, stderr=theirs
+    )
+    os.close(theirs)
+    seen = b""
+    with contextlib.suppress(OSError):  # Linux ends the reading of a closed terminal with EIO
+        while part := os.read(ours, 4096):
+            seen += part
+    os.close(ours)
+    assert child.wait() == 0, seen
+    return seen.decode()
+
+
+def test_a_terminal_shows_the_bar_of_a_long_step_and_is_left_clean(tmp_path):
+    pytest.importorskip("tqdm")
+    seen = run_in_terminal(LONG_STEP, tmp_path)
+    counts = [int(n) for n in re.findall(r"koila: .*?\| (\d+)/10 ", seen)]
+    assert counts and counts == sorted(counts) and 1 < counts[-1] <= 10, seen
+    assert seen.rpartition("\r")[2].strip() == "" and "\n" not in seen  # the bar is wiped away
+    assert run_in_terminal(LONG_STEP.replace("after(0.3)", "after(60)"), tmp_path) == ""
+
+
+def test_a_notebook_shows_the_bar_of_a_long_step_and_no_warning(tmp_path):
+    pytest.importorskip("tqdm")
+    pytest.importorskip("ipykernel")
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(LONG_STEP)])
+    nbclient.NotebookClient(
+        book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    texts = [o.get("text", "") or str(o.get("data", "")) for o in book.cells[0].outputs]
+    told = "".join(texts)
+    assert "koila: " in told and "/10 [" in told and "Warning" not in told, told
