@@ -176,7 +176,10 @@ class LazyLoader:
         setattr(self._koila_loader, name, value)
 
     def __repr__(self) -> str:
-        return f"lazy({self._koila_loader!r}, batch={self._koila_batch!r})"
+        name = repr(self._koila_loader)
+        if " object at 0x" in name:  # Python's own, an address
+            name = f"<{type(self._koila_loader).__name__}>"
+        return f"lazy({name}, batch={self._koila_batch!r})"
 
 
 @overload

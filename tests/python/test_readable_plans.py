@@ -1,6 +1,7 @@
 """Plans, lists of plans and predictions as people, notebooks and programs read them."""
 
 import html.parser
+import importlib.util
 import json
 import math
 import re
@@ -318,6 +319,14 @@ CELLS = (
     "reporter.report()",
     "memlab.on_oom(), memlab.Courtesy(), memlab.LineProfiler()",
     "memlab.backend()",
+    "loader = torch.utils.data.DataLoader(torch.randn(8, 50))\nkoila.lazy(loader)",
+    "koila.step_aside(False), koila.OutOfMemory('too much'), memlab.LineProfiler(m).display()",
+    "koila.plans()[-1].largest[0], koila.module_names()",
+    *(
+        f"from koila.integrations.{library} import KoilaCallback\nKoilaCallback(batch=1)"
+        for library in ("transformers", "lightning")
+        if importlib.util.find_spec(library)
+    ),
 )
 
 

@@ -30,6 +30,9 @@ class KoilaCallback(Callback):
         self._batch = batch
         self._logged = Logged()
 
+    def __repr__(self) -> str:
+        return f"KoilaCallback(batch={self._batch!r})"
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         for name in _STEPS:
             step = getattr(pl_module, name, None)
