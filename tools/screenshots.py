@@ -26,7 +26,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SITE = ROOT / "build-docs/html"
 WIDTHS, SCHEMES = (400, 1280), ("light", "dark")
-PICTURE_WIDTH, PICTURE_HEIGHT = 900, 620  # of a picture in docs/pictures, at most
+PICTURE_WIDTH, PICTURE_HEIGHT = 900, 670  # of a picture in docs/pictures, at most
 
 # A program whose pages are looked at. Its file is train.py, wherever it runs.
 PROGRAM = """
@@ -115,7 +115,11 @@ def pages_of_koila(folder: pathlib.Path) -> list[pathlib.Path]:
     notebook's cell."""
     (folder / "train.py").write_text(PROGRAM, encoding="utf-8")
     subprocess.run([sys.executable, "train.py"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
-    return [folder / f"{name}.html" for name in ("plan", "timeline", "lines", "tensors", "cell")]
+    files = [folder / f"{name}.html" for name in ("plan", "timeline", "lines", "tensors", "cell")]
+    for file in files:  # where the program lay is nobody's matter
+        text = file.read_text(encoding="utf-8")
+        file.write_text(text.replace(f"{folder.resolve()}/", ""), encoding="utf-8")
+    return files
 
 
 def looked_at(page: Any, url: str) -> list[str]:

@@ -38,6 +38,7 @@ body.koila {{ background: var(--page); margin: 2rem auto; padding: 0 1rem; }}
   padding: .3rem .8rem .3rem 0; border: 0; border-bottom: 1px solid var(--line);
   white-space: nowrap; text-align: left; font-variant-numeric: tabular-nums; font-size: .9rem;
 }}
+.koila th + th, .koila td + td {{ padding-left: .4rem; }}
 .koila td:nth-child(n+2) {{ font-family: ui-monospace, monospace; font-size: .85rem; }}
 .koila .plot {{ display: grid; grid-template-columns: 5rem minmax(0, 1fr); gap: .3rem .5rem; }}
 .koila .y, .koila .x {{
