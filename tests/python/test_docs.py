@@ -121,6 +121,17 @@ def test_no_page_is_without_a_picture_or_an_example():
     assert not pages.has_picture_or_example("# Words\n\nNothing but [words](x.md).\n")
 
 
+PICTURE = re.compile(r"!\[(\w[^\]]{20,})\]\(([^)]+)\)")
+
+
+def test_each_page_of_the_memory_laboratory_has_a_picture_told_in_words():
+    laboratory = [n for n in PAGES if n.startswith("docs/memlab/")]
+    assert [n for n in laboratory if not PICTURE.search(read(n))] == [] and len(laboratory) == 7
+    assert not PICTURE.search("![](time.png)") and not PICTURE.search(
+        "[A curve of the memory](a.md)"
+    )
+
+
 def missing_of_the_reference(page, names):
     return [n for n in names if not re.search(rf"::? koila\.(?:\w+\.)*{n}$", page, re.MULTILINE)]
 
