@@ -315,10 +315,11 @@ class micro_batch(_Setting):
     """Cut the batch into slices of `size` rows (the last may be smaller).
 
     Args:
-        size: rows; `None` (the default): the fewest slices that fit. Training steps that are cut
-            and repeat try smaller sizes after a while, each in a few steps, and keep one that is
-            clearly faster. Which one depends on the clock, and the last bits of float32 sums depend
-            on the size: under `torch.use_deterministic_algorithms(True)` none is tried.
+        size: rows; `None` (the default): the fewest slices that fit, in the first eight steps of a
+            kind. Training steps on the CPU that are cut and repeat then try smaller sizes, each in
+            a few steps, and keep one that is clearly faster. Which one depends on the clock, and
+            the last bits of float32 sums depend on the size: under
+            `torch.use_deterministic_algorithms(True)` none is tried.
             `"fewest"`: no other size is tried; the environment variable `KOILA_TUNE=0` does the
             same wherever `None` holds. `"fastest"`: sizes are tried from the second step on, also
             of a step that fits whole.
