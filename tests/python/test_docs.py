@@ -156,6 +156,45 @@ def test_the_site_shows_a_comment_only_where_it_is_code():
     assert source[0] == f"{code}```{{toctree}}\nstart\n```\n"
 
 
+def column_of(text, rows, name):
+    """The numbers of one column of a table of Markdown whose first column is headed `rows`, by the
+    names of its rows; a range is two numbers."""
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        head, _, *lines = (
+            [c.strip() for c in line.split("|")[1:-1]] for line in table.splitlines()
+        )
+        if head[0] == rows and name in head:
+            k = head.index(name)
+            return {line[0]: [float(n) for n in line[k].split("-")] for line in lines}
+    raise KeyError(name)
+
+
+def costs_of(bench):
+    """The times of the rows of docs/understand/cost.md, from bench/README.md."""
+
+    def told(numbers):
+        low, high = min(min(n) for n in numbers), max(max(n) for n in numbers)
+        return f"{low:.2f} to {high:.2f} ×" if low < high else f"{low:.2f} ×"
+
+    whole = column_of(bench, "model", "whole : plain, time")
+    slices = column_of(bench, "model", "slices : by hand, time")
+    compiled = column_of(bench, "model", "koila, compiled")
+    by_norm = {False: [], True: []}
+    for model, numbers in slices.items():
+        by_norm["batch norm" in model].append(numbers)
+    return [told(n) for n in (whole.values(), by_norm[False], by_norm[True], compiled.values())]
+
+
+def test_the_costs_are_those_of_the_benches():
+    bench, page = read("bench/README.md"), read("docs/understand/cost.md")
+    expected = costs_of(bench)
+    table = page[page.index("| |") : page.index("```sh")].strip()
+    assert [row[2] for row in rows_of(table)] == expected
+    assert expected[0].replace(" ×", " times plain") in " ".join(read("README.md").split())
+    worse = bench.replace("| 1.00-1.15 |", "| 1.00-1.25 |", 1)
+    assert costs_of(worse)[0] == expected[0].replace("1.15", "1.25") != expected[0]
+
+
 TABLE = re.compile(r"<!-- table: (.*?) -->\n(.*?)<!-- end -->", re.DOTALL)
 TABLES = {
     recipe: table.strip()
