@@ -136,11 +136,13 @@ def _traced(body: object) -> _Traced:
 
 def _compiled(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> _Function:
     """Takes the list of a body's inputs, which it may empty, and returns the list of its results.
-    A `torch.compile()` of another thread waits meanwhile."""
+    A `torch.compile()` of another thread waits meanwhile. Layouts stay as they were recorded: in
+    another one convolutions and their backward are copied there and back in each slice."""
     from torch._dynamo.convert_frame import compile_lock
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    with compile_lock, _traced_apart():
+    with compile_lock, _traced_apart(), config.patch(layout_optimization=False):
         function: Any = compile_fx_inner(graph, inputs)
     return lambda given: list(function(given))
 

@@ -10,7 +10,8 @@
  * a thread of its own, and gives what it saw to Inductor. What comes back is called for each full
  * slice but runs beside the walk: a slice of other rows is walked, and where the function raises,
  * it is dropped, and the step runs again as it always did (request.c). Nothing outside has changed
- * by then: the accumulators belong to the run. It is dropped too where its slices take longer.
+ * by then: the accumulators belong to the run. It is dropped too where its slices take longer, as
+ * three comparisons with runs without it must say.
  *
  * A loop has no body where a slice is not like the other ones (pieces, calls that depend on where
  * the slice begins, one slice), or where it does what a graph of operators cannot tell: random
@@ -30,7 +31,9 @@ typedef struct body {
     uint32_t n_wholes;
     uint64_t peak_bytes; /* of its stage, beyond what was held before the step; 0: never measured */
     double walked, ran;  /* the shortest full slice in seconds, without and with it; 0: none */
-    uint32_t n_ran;      /* full slices */
+    uint32_t n_ran;      /* full slices since they were compared last */
+    uint32_t n_lost;     /* comparisons */
+    bool rests;          /* the next run is walked, to compare with it */
 } body;
 
 struct koila__bodies {
@@ -45,7 +48,8 @@ enum {
      * the next plan needs; with "auto", the step has repeated */
     RUNS_BEFORE_ON = 2,
     RUNS_BEFORE_AUTO = 4,
-    SLICES_TO_JUDGE = 12, /* a body that is slower than the walk after so many is dropped */
+    SLICES_TO_JUDGE = 12, /* of a body, until its fastest is compared with that of the walk */
+    MOST_LOST = 3,        /* a body that was slower so many times in a row is dropped */
 };
 static const double slower = 1.05; /* more than what two equal ways differ by */
 
@@ -400,9 +404,11 @@ static PyObject *py_body_is(PyObject *self, PyObject *args)
 
 /* ---- a body is run */
 
+static bool is_used(const body *b) { return b->function && !b->rests; }
+
 bool koila__body_is_there(const exec *x, uint32_t stage)
 {
-    return x->c->bodies && x->c->bodies->at[stage].function;
+    return x->c->bodies && is_used(&x->c->bodies->at[stage]);
 }
 
 /* Makes the sums begin at zero, and appends them. */
@@ -505,7 +511,7 @@ bool koila__bodies_fit(const cached *c, const koila__room *room)
         return false;
     bool any = false;
     for (uint32_t k = 0; k < c->info.n_stages; k++) {
-        if (!c->bodies->at[k].function)
+        if (!is_used(&c->bodies->at[k]))
             continue;
         if (c->bodies->at[k].peak_bytes > room->bytes)
             return false;
@@ -520,7 +526,7 @@ uint64_t koila__bodies_peak(const cached *c)
     for (uint32_t k = 0; k < c->info.n_stages; k++) {
         const body *b = &c->bodies->at[k];
         const uint64_t peak =
-            b->function && b->peak_bytes ? b->peak_bytes : koila_plan_stage(c->plan, k)->peak_bytes;
+            is_used(b) && b->peak_bytes ? b->peak_bytes : koila_plan_stage(c->plan, k)->peak_bytes;
         most = peak > most ? peak : most;
     }
     return most;
@@ -544,13 +550,28 @@ void koila__body_took(const cached *c, uint32_t stage, bool is_compiled, double 
         *least = seconds;
 }
 
+/* Enough slices ran with body b. One that lost is compared with a new walk, for the machine may
+ * have been busier than at the last one. */
+static void judge(body *b)
+{
+    const bool is_lost = b->ran > slower * b->walked;
+    b->n_ran = 0;
+    b->n_lost = is_lost ? b->n_lost + 1 : 0;
+    b->rests = is_lost;
+    if (is_lost)
+        b->walked = b->ran = 0;
+    if (b->n_lost == MOST_LOST)
+        Py_CLEAR(b->function);
+}
+
 static void drop_slow_ones(cached *c)
 {
     for (uint32_t k = 0; k < c->info.n_stages; k++) {
         body *b = &c->bodies->at[k];
-        if (b->function && b->n_ran >= SLICES_TO_JUDGE && b->walked > 0 &&
-            b->ran > slower * b->walked)
-            Py_CLEAR(b->function);
+        if (b->rests && b->walked > 0)
+            b->rests = false;
+        else if (b->function && b->n_ran >= SLICES_TO_JUDGE && b->walked > 0)
+            judge(b);
     }
 }
 
