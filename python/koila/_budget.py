@@ -438,7 +438,8 @@ class step_aside(_Setting):
 class compile(_Setting):
     """Compile the loops of steps that are cut: what one slice does, forward and backward, becomes
     one function of Inductor's, where the steps run on the CPU. It is made in the background, while
-    slices run as they do without it, and torch keeps it on disk for other processes.
+    slices run as they do without it, and torch keeps it on disk for other processes. Under
+    `torch.use_deterministic_algorithms(True)` nothing is compiled.
 
     A loop stays as it is where slices differ from each other (dropout, other random numbers) or
     call modules as they are (`opaque()`, compiled ones), and where Inductor cannot take it. One

@@ -345,6 +345,24 @@ def test_auto_compiles_steps_that_repeat_and_off_stops_it(instead):
     assert used == [False] * 4 + [True, False, True]
 
 
+def test_under_deterministic_algorithms_nothing_depends_on_when_inductor_is_done(instead):
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(4):
+            compiled_step(mlp(), mean, batch())
+        assert instead.n_compiled == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+    until_compiled(mlp(), mean, batch())
+    assert all(loop.compiled for loop in koila.last_plan().loops)
+    torch.use_deterministic_algorithms(True)
+    try:
+        compiled_step(mlp(), mean, batch())
+        assert not any(loop.compiled for loop in koila.last_plan().loops)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("n_slow", [1, 3])
 def test_a_body_is_dropped_that_is_slower_than_the_operators_three_times(instead, n_slow):
     """Once is chance: another process used the machine. Three full slices run in a step, twelve are
