@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from . import _core
+from ._torch import untyped_storage
 
 _log = logging.getLogger("koila")
 _Function = Callable[[list[Any]], Any]
@@ -144,7 +145,19 @@ def _compiled(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> _Funct
 
     with compile_lock, _traced_apart(), config.patch(layout_optimization=False):
         function: Any = compile_fx_inner(graph, inputs)
-    return lambda given: list(function(given))
+    return lambda given: _apart(list(function(given)))
+
+
+def _apart(results: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each with memory of its own: Inductor leaves out copies of what is a result already, and a
+    later loop may write one of them in place."""
+    met = set()
+    for i, t in enumerate(results):
+        storage = untyped_storage(t)._cdata
+        if storage in met:
+            results[i] = t.clone()
+        met.add(storage)
+    return results
 
 
 @contextlib.contextmanager

@@ -10,6 +10,9 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import koila
@@ -343,6 +346,28 @@ def test_auto_compiles_steps_that_repeat_and_off_stops_it(instead):
         assert _compile.wait(120)
         used.append(all(loop.compiled for loop in koila.last_plan().loops))
     assert used == [False] * 4 + [True, False, True]
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
+def test_results_of_a_compiled_loop_share_no_memory(monkeypatch):
+    """A later loop may write one of them in place. Inductor leaves out the copies."""
+
+    def body(x):
+        product = x @ x
+        return [product.clone(), product.clone(), product.t().clone()]
+
+    def n_memories():
+        with torch.no_grad(), FakeTensorMode():
+            inputs = [torch.empty(8, 8)]
+            graph = make_fx(torch.func.functionalize(body), select_decomp_table())(*inputs)
+        x = torch.rand(8, 8)
+        results = _compile._compiled(graph, inputs)([x])
+        assert all(map(torch.equal, results, body(x)))
+        return len({t.data_ptr() for t in results})
+
+    assert n_memories() == 3
+    monkeypatch.setattr(_compile, "_apart", lambda results: results)
+    assert n_memories() < 3
 
 
 def test_under_deterministic_algorithms_nothing_depends_on_when_inductor_is_done(instead):
