@@ -179,10 +179,12 @@ def costs_of(bench):
     whole = column_of(bench, "model", "whole : plain, time")
     slices = column_of(bench, "model", "slices : by hand, time")
     compiled = column_of(bench, "model", "koila, compiled")
+    own = column_of(bench, "model", "`koila.compile()` : by hand")
     by_norm = {False: [], True: []}
     for model, numbers in slices.items():
         by_norm["batch norm" in model].append(numbers)
-    return [told(n) for n in (whole.values(), by_norm[False], by_norm[True], compiled.values())]
+    rows = (whole.values(), by_norm[False], by_norm[True], compiled.values(), own.values())
+    return [told(n) for n in rows]
 
 
 def test_the_costs_are_those_of_the_benches():

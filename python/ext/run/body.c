@@ -6,56 +6,24 @@
  *             instructions; then the accumulators of the sums, which the body adds to in place
  *   results   one for each other instruction that collects: PUT, KEEP, and ADD of no sum
  *
- * koila._compile walks the instructions of the plan once on tensors without memory (body_walk), in
- * a thread of its own, and gives what it saw to Inductor. What comes back is called for each full
- * slice but runs beside the walk: a slice of other rows is walked, and where the function raises,
- * it is dropped, and the step runs again as it always did (request.c). Nothing outside has changed
- * by then: the accumulators belong to the run. It is dropped too where its slices take longer, as
- * three comparisons with runs without it must say.
- *
- * A loop has no body where a slice is not like the other ones (pieces, calls that depend on where
- * the slice begins, one slice), or where it does what a graph of operators cannot tell: random
- * numbers, modules that run as they are, ranks, rows that are steps of their own.
+ * body_trace.c has the function made. It is called for each full slice but runs beside the walk: a
+ * slice of other rows is walked, and where the function raises, it is dropped, and the step runs
+ * again as it always did (request.c). Nothing outside has changed by then: the accumulators belong
+ * to the run. It is dropped too where its slices take longer, as three comparisons with runs
+ * without it must say.
  */
-#include "run/exec.h"
+#include "run/body.h"
 
-#include "base/idset.h"
-#include "capture/record.h"
-#include "ground/helpers.h"
 #include "ground/real.h"
 #include "ground/shield.h"
 
-typedef struct body {
-    PyObject *function;  /* owned; NULL: none yet, or none any more */
-    koila_value *wholes; /* owned [n_wholes] */
-    uint32_t n_wholes;
-    uint64_t peak_bytes; /* of its stage, beyond what was held before the step; 0: never measured */
-    double walked, ran;  /* the shortest full slice in seconds, without and with it; 0: none */
-    uint32_t n_ran;      /* full slices since they were compared last */
-    uint32_t n_lost;     /* comparisons */
-    bool rests;          /* the next run is walked, to compare with it */
-} body;
-
-struct koila__bodies {
-    uint32_t n_runs;    /* of the plan, in slices */
-    uint32_t n_awaited; /* asked for, and not answered yet */
-    bool is_asked;
-    body at[]; /* [stages] */
-};
-
 enum {
-    /* runs of one plan before its loops are compiled: with "on", the first run may have taught what
-     * the next plan needs; with "auto", the step has repeated */
-    RUNS_BEFORE_ON = 2,
-    RUNS_BEFORE_AUTO = 4,
     SLICES_TO_JUDGE = 12, /* of a body, until its fastest is compared with that of the walk */
     MOST_LOST = 3,        /* a body that was slower so many times in a row is dropped */
 };
 static const double slower = 1.05; /* more than what two equal ways differ by */
 
-/* ---- which loops have a body */
-
-static bool is_sum_inside(const koila_plan *p, const koila_instr *in)
+bool koila__body_is_sum(const koila_plan *p, const koila_instr *in)
 {
     const koila_share s = koila_plan_share(p, in->id);
     return in->kind == KOILA_DO_ADD && !(in->flags & KOILA_INSTR_ADDED) &&
@@ -63,90 +31,36 @@ static bool is_sum_inside(const koila_plan *p, const koila_instr *in)
            !koila_plan_adds_on(p, in->id);
 }
 
-static bool is_adapted_alike(const koila_plan *p, koila_node n, int32_t link, int64_t rows)
+PyObject *koila__body_new_sum(const exec *x, koila_value v)
 {
-    koila_adapt a[KOILA_MAX_ADAPTS], b[KOILA_MAX_ADAPTS];
-    const uint32_t n_a = koila_plan_adapt_at(p, n, link, 0, rows, a);
-    if (n_a != koila_plan_adapt_at(p, n, link, rows, rows, b))
-        return false;
-    for (uint32_t i = 0; i < n_a; i++)
-        if (a[i].kind != b[i].kind || a[i].arg != b[i].arg || a[i].n != b[i].n ||
-            (a[i].kind == KOILA_ADAPT_INT && a[i].ints[0] != b[i].ints[0]) ||
-            memcmp(a[i].ints, b[i].ints, a[i].n * sizeof *a[i].ints) != 0)
-            return false;
-    return true;
+    koila_meta_info m = *koila__exec_meta(x, v);
+    if (!koila_meta_is_dense(&m))
+        m.stride = NULL;
+    m.dtype = koila_accumulator_dtype(m.dtype, koila_plan_share(x->plan, v), false);
+    return koila__torch_empty(&m, -1, -1);
 }
 
-/* Is the call one that Inductor may have, and the same in each full slice? */
-static bool may_compile(const koila_plan *p, koila_node n, int64_t rows)
+int koila__body_append(PyObject *list, PyObject *o)
 {
-    const koila_graph *g = koila_plan_graph(p);
-    const koila_sig_info *s = koila_sig_get(koila__table, koila_node_get(g, n).sig);
-    if (koila_op_flags(koila__table, s->op) & (KOILA_OP_RANDOM | KOILA_OP_OPAQUE) ||
-        koila_op_facts(koila__table, s->op) & (KOILA_FACT_OPAQUE_CALL | KOILA_FACT_OFFLOADS))
-        return false;
-    int32_t n_links = 0;
-    for (uint32_t w = 0; w < s->n_writes; w++)
-        n_links += (int32_t)s->writes[w].n_links;
-    for (int32_t link = -1; link < n_links; link++)
-        if (!is_adapted_alike(p, n, link, rows))
-            return false;
-    return true;
+    const int status = o ? PyList_Append(list, o) : -1;
+    Py_XDECREF(o);
+    return status;
 }
 
-static int64_t rows_of(const koila_plan *p, const koila_stage *st)
+PyObject *koila__body_next(PyObject *list, Py_ssize_t *at)
 {
-    return koila_plan_axis_rows(p, st->axis);
-}
-
-static bool may_have_body(const koila_plan *p, const koila_stage *st)
-{
-    if (!st->is_loop || st->inner || koila_plan_has_pieces(p, st->axis) ||
-        koila_graph_axis_size(koila_plan_graph(p), st->axis) < 2 * rows_of(p, st))
-        return false;
-    bool runs = false;
-    for (uint32_t i = 0; i < st->n_instrs; i++) {
-        if (st->instrs[i].kind != KOILA_DO_RUN)
-            continue;
-        if (!may_compile(p, st->instrs[i].id, rows_of(p, st)))
-            return false;
-        runs = true;
+    if (*at >= PyList_GET_SIZE(list)) {
+        PyErr_SetString(PyExc_SystemError, "koila: a body has more values than it was given");
+        return NULL;
     }
-    return runs;
+    ++*at;
+    return Py_NewRef(PyList_GET_ITEM(list, *at - 1));
 }
 
-/* The whole values that the loop's calls read: those that no call of the loop makes. */
-static int find_wholes(const koila_plan *p, const koila_stage *st, body *b)
+int koila__body_mode(void)
 {
-    const koila_graph *g = koila_plan_graph(p);
-    const uint32_t n_values = koila_graph_n_values(g);
-    bool *met = PyMem_Calloc(n_values + 1, sizeof *met);
-    PyMem_RawFree(b->wholes);
-    b->wholes = PyMem_RawMalloc((n_values + 1) * sizeof *b->wholes);
-    if (!met || !b->wholes) {
-        PyMem_Free(met);
-        PyErr_NoMemory();
-        return -1;
-    }
-    b->n_wholes = 0;
-    for (uint32_t i = 0; i < st->n_instrs; i++) {
-        if (st->instrs[i].kind != KOILA_DO_RUN)
-            continue;
-        const koila_node n = st->instrs[i].id;
-        const koila_sig_info *s = koila_sig_get(koila__table, koila_node_get(g, n).sig);
-        const koila_value out = koila_node_get(g, n).first_output;
-        for (uint32_t k = 0; k < s->n_inputs; k++) {
-            const koila_value v = koila_node_inputs(g, n)[k];
-            if (met[v] || koila_plan_need(p, n, k).kind != KOILA_SHARE_WHOLE)
-                continue;
-            met[v] = true;
-            b->wholes[b->n_wholes++] = v;
-        }
-        for (uint32_t k = 0; k < s->n_outputs; k++)
-            met[out + k] = true;
-    }
-    PyMem_Free(met);
-    return 0;
+    const bool is_deterministic = koila__call_mode() >> 3;
+    return is_deterministic ? KOILA__COMPILE_OFF : (int)koila__settings_now().compile;
 }
 
 void koila__bodies_free(koila__bodies *bodies, uint32_t n_stages)
@@ -158,253 +72,9 @@ void koila__bodies_free(koila__bodies *bodies, uint32_t n_stages)
     PyMem_RawFree(bodies);
 }
 
-/* ---- a body is walked */
-
-/* What koila._compile has of a loop. */
-typedef struct asked {
-    cached *c;
-    uint32_t stage;
-    bool is_answered;
-} asked;
-
-static const char asked_name[] = "koila body";
-
-/* function: NULL: there is none. Only the first answer counts. */
-static void answer(asked *a, PyObject *function)
-{
-    if (a->is_answered)
-        return;
-    a->is_answered = true;
-    a->c->bodies->n_awaited--;
-    Py_XSETREF(a->c->bodies->at[a->stage].function, Py_XNewRef(function));
-}
-
-static void asked_free(PyObject *capsule)
-{
-    asked *a = PyCapsule_GetPointer(capsule, asked_name);
-    answer(a, NULL); /* a fork has left it behind */
-    koila__cached_release(a->c);
-    PyMem_RawFree(a);
-}
-
-static PyObject *asked_new(cached *c, uint32_t stage)
-{
-    asked *a = PyMem_RawMalloc(sizeof *a);
-    PyObject *capsule = NULL;
-    if (!a) {
-        PyErr_NoMemory();
-        return NULL;
-    }
-    *a = (asked){ .c = c, .stage = stage };
-    capsule = PyCapsule_New(a, asked_name, asked_free);
-    if (capsule) {
-        c->refs++;
-        c->bodies->n_awaited++;
-    } else
-        PyMem_RawFree(a);
-    return capsule;
-}
-
-/* A run of the first full slice of a loop, by itself. */
-static int walk_init(exec *x, const asked *a)
-{
-    const koila_stage *st = koila_plan_stage(a->c->plan, a->stage);
-    *x = (exec){ .c = a->c,
-                 .plan = a->c->plan,
-                 .g = koila_plan_graph(a->c->plan),
-                 .table = koila__table,
-                 .end = rows_of(a->c->plan, st),
-                 .batch = koila_graph_axis_size(koila_plan_graph(a->c->plan), st->axis) };
-    return koila__exec_init(x);
-}
-
-static int append(PyObject *list, PyObject *o)
-{
-    const int status = o ? PyList_Append(list, o) : -1;
-    Py_XDECREF(o);
-    return status;
-}
-
-static PyObject *new_accumulator(const exec *x, koila_value v)
-{
-    koila_meta_info m = *koila__exec_meta(x, v);
-    if (!koila_meta_is_dense(&m))
-        m.stride = NULL;
-    m.dtype = koila_accumulator_dtype(m.dtype, koila_plan_share(x->plan, v), false);
-    return koila__torch_empty(&m, -1, -1);
-}
-
-/* A tensor like whole value v, as it was recorded. */
-static PyObject *like_recorded(const exec *x, koila_value v)
-{
-    PyObject *f = koila__helper("empty_like_meta");
-    PyObject *meta = f ? koila__meta_object(koila_value_get(x->g, v).meta) : NULL;
-    PyObject *t = meta ? PyObject_CallOneArg(f, meta) : NULL;
-    Py_XDECREF(f);
-    Py_XDECREF(meta);
-    return t;
-}
-
-/* What a slice fetches. */
-static PyObject *like_fetched(const exec *x, koila_value v)
-{
-    const koila_share s = koila_plan_share(x->plan, v);
-    return koila__torch_empty(koila__exec_meta(x, v), (int32_t)s.dim,
-                              s.outer * s.inner * koila__exec_n_rows(x));
-}
-
-static PyObject *like_slice(exec *x, const koila_instr *in)
-{
-    PyObject *whole = like_recorded(x, in->id), *slice = NULL;
-    if (whole) {
-        Py_XSETREF(x->whole[in->id], whole);
-        slice = koila__exec_slice(x, in->id, koila_plan_need(x->plan, in->user, in->steal));
-    }
-    return slice;
-}
-
-static int add_inputs(exec *x, const koila_stage *st, const body *b, PyObject *list)
-{
-    for (uint32_t i = 0; i < b->n_wholes; i++)
-        if (append(list, like_recorded(x, b->wholes[i])) < 0)
-            return -1;
-    for (uint32_t i = 0; i < st->n_instrs; i++) {
-        const koila_instr *in = &st->instrs[i];
-        if (in->kind == KOILA_DO_SLICE && append(list, like_slice(x, in)) < 0)
-            return -1;
-        if (in->kind == KOILA_DO_FETCH && append(list, like_fetched(x, in->id)) < 0)
-            return -1;
-    }
-    for (uint32_t i = 0; i < st->n_instrs; i++)
-        if (is_sum_inside(x->plan, &st->instrs[i]) &&
-            append(list, new_accumulator(x, st->instrs[i].id)) < 0)
-            return -1;
-    return 0;
-}
-
-static PyObject *py_body_inputs(PyObject *self, PyObject *capsule)
-{
-    (void)self;
-    const asked *a = PyCapsule_GetPointer(capsule, asked_name);
-    PyObject *list = a ? PyList_New(0) : NULL;
-    PyObject *guard = list ? PyObject_CallNoArgs(koila__torch.guards) : NULL;
-    exec x = { 0 };
-    if (!guard || walk_init(&x, a) < 0 ||
-        add_inputs(&x, koila_plan_stage(a->c->plan, a->stage), &a->c->bodies->at[a->stage], list) <
-            0)
-        Py_CLEAR(list);
-    if (guard)
-        koila__exec_free(&x);
-    Py_XDECREF(guard);
-    return list;
-}
-
-/* The next input of a walk; NULL: there is none, with an exception. */
-static PyObject *next_input(PyObject *inputs, Py_ssize_t *at)
-{
-    if (*at >= PyList_GET_SIZE(inputs)) {
-        PyErr_SetString(PyExc_SystemError, "koila: a body has more inputs than it was given");
-        return NULL;
-    }
-    ++*at;
-    return Py_NewRef(PyList_GET_ITEM(inputs, *at - 1));
-}
-
-/* Result v as it is now: it may be written later. */
-static PyObject *as_now(const exec *x, const koila_instr *in)
-{
-    PyObject *t = x->local[in->id];
-    if (!t) {
-        PyErr_SetString(PyExc_SystemError, "koila: a result of a body was not made");
-        return NULL;
-    }
-    return PyObject_CallFunctionObjArgs(koila__torch.clone, t, NULL);
-}
-
-static int walk_instr(exec *x, const koila_instr *in, PyObject *inputs, Py_ssize_t *at,
-                      Py_ssize_t *sum, PyObject *results)
-{
-    PyObject *done;
-    switch ((koila_instr_kind)in->kind) {
-    case KOILA_DO_RUN:
-        return koila__exec_node(x, in, true);
-    case KOILA_DO_SLICE:
-    case KOILA_DO_FETCH:
-        Py_XSETREF(x->local[in->id], next_input(inputs, at));
-        return x->local[in->id] ? 0 : -1;
-    case KOILA_DO_ADD:
-        if (is_sum_inside(x->plan, in)) {
-            done = PyObject_CallFunctionObjArgs(koila__torch.add_, PyList_GET_ITEM(inputs, *sum),
-                                                x->local[in->id], NULL);
-            ++*sum;
-            Py_XDECREF(done);
-            return done ? 0 : -1;
-        }
-        return append(results, as_now(x, in));
-    case KOILA_DO_KEEP:
-    case KOILA_DO_PUT:
-        return append(results, as_now(x, in));
-    case KOILA_DO_FREE:
-        Py_CLEAR(x->local[in->id]);
-        return 0;
-    case KOILA_DO_INNER:
-        break;
-    }
-    PyErr_SetString(PyExc_SystemError, "koila: this loop has no body");
-    return -1;
-}
-
-static int walk(exec *x, const asked *a, PyObject *inputs, PyObject *results)
-{
-    const koila_stage *st = koila_plan_stage(a->c->plan, a->stage);
-    const body *b = &a->c->bodies->at[a->stage];
-    Py_ssize_t at = 0, n_sums = 0;
-    for (uint32_t i = 0; i < st->n_instrs; i++)
-        n_sums += is_sum_inside(x->plan, &st->instrs[i]);
-    Py_ssize_t sum = PyList_GET_SIZE(inputs) - n_sums;
-    for (uint32_t i = 0; i < b->n_wholes; i++)
-        if (!(x->whole[b->wholes[i]] = next_input(inputs, &at)))
-            return -1;
-    for (uint32_t i = 0; i < st->n_instrs; i++)
-        if (walk_instr(x, &st->instrs[i], inputs, &at, &sum, results) < 0)
-            return -1;
-    return 0;
-}
-
-static PyObject *py_body_walk(PyObject *self, PyObject *args)
-{
-    PyObject *capsule, *inputs;
-    exec x = { 0 };
-    (void)self;
-    if (!PyArg_ParseTuple(args, "OO!:body_walk", &capsule, &PyList_Type, &inputs))
-        return NULL;
-    const asked *a = PyCapsule_GetPointer(capsule, asked_name);
-    PyObject *results = a ? PyList_New(0) : NULL;
-    PyObject *guard = results ? PyObject_CallNoArgs(koila__torch.guards) : NULL;
-    if (!guard || walk_init(&x, a) < 0 || walk(&x, a, inputs, results) < 0)
-        Py_CLEAR(results);
-    if (guard)
-        koila__exec_free(&x);
-    Py_XDECREF(guard);
-    return results;
-}
-
-static PyObject *py_body_is(PyObject *self, PyObject *args)
-{
-    PyObject *capsule, *function;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "OO:body_is", &capsule, &function))
-        return NULL;
-    asked *a = PyCapsule_GetPointer(capsule, asked_name);
-    if (!a)
-        return NULL;
-    answer(a, function == Py_None ? NULL : function);
-    Py_RETURN_NONE;
-}
-
 /* ---- a body is run */
 
-static bool is_used(const body *b) { return b->function && !b->rests; }
+static bool is_used(const koila__body *b) { return b->function && !b->rests; }
 
 bool koila__body_is_there(const exec *x, uint32_t stage)
 {
@@ -416,10 +86,10 @@ static int append_sums(exec *x, const koila_stage *st, PyObject *list)
 {
     for (uint32_t i = 0; i < st->n_instrs; i++) {
         const koila_value v = st->instrs[i].id;
-        if (!is_sum_inside(x->plan, &st->instrs[i]))
+        if (!koila__body_is_sum(x->plan, &st->instrs[i]))
             continue;
         if (!x->acc[v]) {
-            x->acc[v] = new_accumulator(x, v);
+            x->acc[v] = koila__body_new_sum(x, v);
             PyObject *done = x->acc[v]
                                  ? PyObject_CallFunctionObjArgs(koila__torch.zero_, x->acc[v], NULL)
                                  : NULL;
@@ -433,7 +103,7 @@ static int append_sums(exec *x, const koila_stage *st, PyObject *list)
     return 0;
 }
 
-static PyObject *inputs_of(exec *x, const koila_stage *st, const body *b)
+static PyObject *inputs_of(exec *x, const koila_stage *st, const koila__body *b)
 {
     PyObject *list = PyList_New(0);
     int status = list ? 0 : -1;
@@ -446,10 +116,10 @@ static PyObject *inputs_of(exec *x, const koila_stage *st, const body *b)
     for (uint32_t i = 0; i < st->n_instrs && status == 0; i++) {
         const koila_instr *in = &st->instrs[i];
         if (in->kind == KOILA_DO_SLICE)
-            status = append(
+            status = koila__body_append(
                 list, koila__exec_slice(x, in->id, koila_plan_need(x->plan, in->user, in->steal)));
         else if (in->kind == KOILA_DO_FETCH)
-            status = append(list, koila__exec_fetch(x, in->id));
+            status = koila__body_append(list, koila__exec_fetch(x, in->id));
     }
     if (status == 0)
         status = append_sums(x, st, list);
@@ -464,10 +134,10 @@ static int collect(exec *x, const koila_stage *st, PyObject *results)
     int status = 0;
     for (uint32_t i = 0; i < st->n_instrs && status == 0; i++) {
         const koila_instr *in = &st->instrs[i];
-        const bool adds = in->kind == KOILA_DO_ADD && !is_sum_inside(x->plan, in);
+        const bool adds = in->kind == KOILA_DO_ADD && !koila__body_is_sum(x->plan, in);
         if (!adds && in->kind != KOILA_DO_KEEP && in->kind != KOILA_DO_PUT)
             continue;
-        Py_XSETREF(x->local[in->id], next_input(results, &at));
+        Py_XSETREF(x->local[in->id], koila__body_next(results, &at));
         if (!x->local[in->id])
             return -1;
         if (adds)
@@ -486,7 +156,7 @@ static int collect(exec *x, const koila_stage *st, PyObject *results)
 int koila__body_run(exec *x, uint32_t stage)
 {
     const koila_stage *st = koila_plan_stage(x->plan, stage);
-    const body *b = &x->c->bodies->at[stage];
+    const koila__body *b = &x->c->bodies->at[stage];
     PyObject *function = Py_XNewRef(b->function);
     PyObject *inputs = function ? inputs_of(x, st, b) : NULL;
     if (!function) /* another thread's run has dropped it meanwhile */
@@ -503,19 +173,11 @@ int koila__body_run(exec *x, uint32_t stage)
     return status < 0 ? -1 : koila__check_signals();
 }
 
-/* ---- when a body is asked for, and used */
-
-/* OFF too where the last bits of a sum must not depend on the clock: on when a function is there,
- * and whether it is faster. */
-static int mode_now(void)
-{
-    const bool is_deterministic = koila__call_mode() >> 3;
-    return is_deterministic ? KOILA__COMPILE_OFF : (int)koila__settings_now().compile;
-}
+/* ---- when a body is used */
 
 bool koila__bodies_fit(const cached *c, const koila__room *room)
 {
-    if (!c->bodies || mode_now() == KOILA__COMPILE_OFF)
+    if (!c->bodies || koila__body_mode() == KOILA__COMPILE_OFF)
         return false;
     bool any = false;
     for (uint32_t k = 0; k < c->info.n_stages; k++) {
@@ -532,7 +194,7 @@ uint64_t koila__bodies_peak(const cached *c)
 {
     uint64_t most = 0;
     for (uint32_t k = 0; k < c->info.n_stages; k++) {
-        const body *b = &c->bodies->at[k];
+        const koila__body *b = &c->bodies->at[k];
         const uint64_t peak =
             is_used(b) && b->peak_bytes ? b->peak_bytes : koila_plan_stage(c->plan, k)->peak_bytes;
         most = peak > most ? peak : most;
@@ -542,14 +204,14 @@ uint64_t koila__bodies_peak(const cached *c)
 
 void koila__body_saw(const cached *c, uint32_t stage, uint64_t peak_bytes)
 {
-    body *b = &c->bodies->at[stage];
+    koila__body *b = &c->bodies->at[stage];
     if (peak_bytes > b->peak_bytes)
         b->peak_bytes = peak_bytes;
 }
 
 void koila__body_took(const cached *c, uint32_t stage, bool is_compiled, double seconds)
 {
-    body *b = c->bodies ? &c->bodies->at[stage] : NULL;
+    koila__body *b = c->bodies ? &c->bodies->at[stage] : NULL;
     if (!b)
         return;
     double *least = is_compiled ? &b->ran : &b->walked;
@@ -560,7 +222,7 @@ void koila__body_took(const cached *c, uint32_t stage, bool is_compiled, double 
 
 /* Enough slices ran with body b. One that lost is compared with a new walk, for the machine may
  * have been busier than at the last one. */
-static void judge(body *b)
+static void judge(koila__body *b)
 {
     const bool is_lost = b->ran > slower * b->walked;
     b->n_ran = 0;
@@ -572,10 +234,10 @@ static void judge(body *b)
         Py_CLEAR(b->function);
 }
 
-static void drop_slow_ones(cached *c)
+void koila__bodies_judge(cached *c)
 {
     for (uint32_t k = 0; k < c->info.n_stages; k++) {
-        body *b = &c->bodies->at[k];
+        koila__body *b = &c->bodies->at[k];
         if (b->rests && b->walked > 0)
             b->rests = false;
         else if (b->function && b->n_ran >= SLICES_TO_JUDGE && b->walked > 0)
@@ -600,65 +262,3 @@ void koila__bodies_raised(cached *c)
     for (uint32_t k = 0; c->bodies && k < c->info.n_stages; k++)
         Py_CLEAR(c->bodies->at[k].function);
 }
-
-/* New: a list of what koila._compile needs of the loops that may be compiled. */
-static PyObject *all_asked(cached *c)
-{
-    PyObject *list = PyList_New(0);
-    for (uint32_t k = 0; list && k < c->info.n_stages; k++) {
-        const koila_stage *st = koila_plan_stage(c->plan, k);
-        if (!may_have_body(c->plan, st))
-            continue;
-        const bool is_found = find_wholes(c->plan, st, &c->bodies->at[k]) == 0;
-        if (append(list, is_found ? asked_new(c, k) : NULL) < 0)
-            Py_CLEAR(list);
-    }
-    return list;
-}
-
-/* 1: they will be compiled; 0: something else is just now; -1 with an exception. */
-static int ask_for(cached *c)
-{
-    PyObject *list = all_asked(c);
-    PyObject *module = list ? PyImport_ImportModule("koila._compile") : NULL;
-    PyObject *begun = module ? PyObject_CallMethod(module, "ask", "O", list) : NULL;
-    const int status = begun ? begun == Py_True : -1;
-    Py_XDECREF(begun);
-    Py_XDECREF(module);
-    Py_XDECREF(list);
-    return status;
-}
-
-bool koila__bodies_ran(cached *c, bool is_sharded)
-{
-    const int mode = mode_now();
-    if (mode == KOILA__COMPILE_OFF || is_sharded || c->gpu >= 0 || c->info.n_slices < 2)
-        return true;
-    if (!c->bodies)
-        c->bodies = PyMem_RawCalloc(1, sizeof *c->bodies + c->info.n_stages * sizeof(body));
-    if (!c->bodies)
-        return true;
-    drop_slow_ones(c);
-    if (c->bodies->is_asked)
-        return !c->bodies->n_awaited;
-    c->bodies->n_runs++;
-    if (c->bodies->n_runs < (mode == KOILA__COMPILE_ON ? RUNS_BEFORE_ON : RUNS_BEFORE_AUTO))
-        return false;
-    const int begun = ask_for(c);
-    if (begun < 0)
-        PyErr_WriteUnraisable(NULL);
-    c->bodies->is_asked = begun != 0;
-    return false;
-}
-
-static PyMethodDef methods[] = {
-    { "body_inputs", py_body_inputs, METH_O, "body_inputs(body): tensors like its inputs." },
-    { "body_walk", py_body_walk, METH_VARARGS,
-      "body_walk(body, inputs): what one slice does; its results." },
-    { "body_is", py_body_is, METH_VARARGS,
-      "body_is(body, function): full slices call function(inputs) from now on. None: there is "
-      "none." },
-    { NULL, NULL, 0, NULL },
-};
-
-int koila__body_module_add(PyObject *m) { return PyModule_AddFunctions(m, methods); }

@@ -13,6 +13,7 @@
  *   tell.c          who is told of runs             slices_done.c   told while a long run runs
  *   call.c          one recorded call              modes.c         other people's modes, put aside
  *   aside.c         steps that torch does alone     body.c          slices as a compiled function
+ *   body_trace.c    has that function made
  *
  * Unless stated otherwise, functions fail with -1 or NULL and an exception, and return new
  * references.
