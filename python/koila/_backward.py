@@ -77,6 +77,8 @@ def _let_go(gradients: Sequence[torch.Tensor]) -> None:
     The thread of a GPU ends a backward before it drops its own reference to what that found. A
     gradient that is still held when it is handed over is copied, at a time when running out of
     memory can no longer be undone. When the thread gets to the next node, it has dropped it."""
+    if not _core.has_device_threads():
+        return
     held = {g.device for g in gradients if g.device.type != "cpu" and use_count(g) > 1}
     for device in held:
         with ModesAside(), torch.enable_grad():
@@ -433,8 +435,9 @@ def _backward(depth: _Depth, call: _Call, inputs: Sequence[Any], kwargs: dict[st
     pairs = _record(depth, call, leaves, reentrant)
     if pairs is None:
         return
-    real = [(leaf, g) for leaf, g in pairs if not _core.is_lazy(leaf)]
-    real += _leave_lazy([(leaf, g) for leaf, g in pairs if _core.is_lazy(leaf)], call.create)
+    lazy_ones: _Pairs = [(leaf, g) for leaf, g in pairs if _core.is_lazy(leaf)]
+    real = [(leaf, g) for leaf, g in pairs if not _core.is_lazy(leaf)] if lazy_ones else pairs
+    real = real + _leave_lazy(lazy_ones, call.create)
     lazies = _lazies(g for _, g in pairs) or _lazies(call.outputs)
     step = _core.run_all(lazies, not call.retain) if lazies else None
     if _core.is_planning():  # koila.plan(): nothing was computed
@@ -443,7 +446,7 @@ def _backward(depth: _Depth, call: _Call, inputs: Sequence[Any], kwargs: dict[st
     # were.
     try:
         targets, wanted = [leaf for leaf, _ in real], [g for _, g in real]
-        del pairs, real, lazies
+        del pairs, real, lazies, lazy_ones
         _let_go(wanted)
         if targets:
             gradients = _computed(wanted, call.create)
@@ -500,25 +503,27 @@ after_step: Callable[[int], None] | None = None
 
 def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     context = _core.backward_context(t_outputs, args[0] if args else None)
+    if after_step is not None:
+        return _run_and_tell(context, t_outputs, *args, **kwargs)
     if context is None:
-        if after_step is None:
-            return run_backward(t_outputs, *args, **kwargs)
-        return _run_and_tell(t_outputs, *args, **kwargs)
-    if after_step is None or depth_of(context).level:
-        return _run_shielded(context, t_outputs, *args, **kwargs)
+        return run_backward(t_outputs, *args, **kwargs)
+    return _run_shielded(context, t_outputs, *args, **kwargs)
+
+
+def _run_and_tell(context: _core.Context | None, *args: Any, **kwargs: Any) -> Any:
+    """A backward while somebody listens: koila's, or torch's own, perhaps of a step that torch does
+    alone."""
+    if context is not None and depth_of(context).level:
+        return _run_shielded(context, *args, **kwargs)
+    is_inside = torch._C._current_graph_task_id() != -1  # a backward of a checkpoint, or of a hook
     before = _core.last_backward()
-    result = _run_shielded(context, t_outputs, *args, **kwargs)
+    if context is None:
+        result = run_backward(*args, **kwargs)
+    else:
+        result = _run_shielded(context, *args, **kwargs)
     number = _core.last_backward()
-    if number != before and after_step is not None:
-        after_step(number)
-    return result
-
-
-def _run_and_tell(*args: Any, **kwargs: Any) -> Any:
-    """torch's own backward, perhaps of a step that torch does alone, while somebody listens."""
-    is_inside = torch._C._current_graph_task_id() != -1  # a backward of a checkpoint
-    result = run_backward(*args, **kwargs)
-    number = 0 if is_inside else _core.ends_alone()
+    if number == before:
+        number = 0 if is_inside else _core.ends_alone()
     if number and after_step is not None:
         after_step(number)
     return result

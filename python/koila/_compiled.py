@@ -109,7 +109,8 @@ def _leave_lazies_alone(dynamo: Any) -> None:
     count: Any = getattr(dynamo, "set_fullgraph_compiled_frame_count", None)
 
     def callback_from_stance(callback: Any) -> Any:
-        if _core.is_recording() and not running.here:
+        # None: torch runs the original code anyway, as of zero_grad() of every optimizer
+        if callback is not None and _core.is_recording() and not running.here:
             given = sys._getframe(1).f_locals  # of the wrapper around what was compiled
             if _has_lazies((given.get("args"), given.get("kwargs"))):
                 _compiled_by_itself(given.get("fn"))

@@ -690,6 +690,15 @@ def test_as_many_backwards_of_a_step_are_told_as_when_it_was_recorded(n, is_reen
     assert [t.aside for t in seen] == [False] * (n * AFTER) + [True] * (n * 2)
 
 
+def test_a_step_that_is_left_with_a_plain_result_hides_no_step_that_torch_does_alone():
+    """Then every backward of the process goes through koila."""
+    w, loop, x = torch.ones(3, requires_grad=True), Loop(), torch.randn(6, 4)
+    left = (lazy(torch.ones(4, 3)) * w).sum()
+    _core.has_exit(left)
+    seen = told_of(AFTER + 3, lambda: loop.step(x))
+    assert [t.aside for t in seen][-2:] == [True, True] and left is not None
+
+
 def test_a_step_without_a_backward_is_not_told_when_torch_does_it_alone():
     model, x = nn.Linear(4, 3), torch.randn(6, 4)
 

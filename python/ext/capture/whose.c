@@ -248,6 +248,11 @@ static bool has_device_threads(void)
     return has;
 }
 
+static PyObject *py_has_device_threads(PyObject *module, PyObject *none)
+{
+    return PyBool_FromLong(here.depth ? here.has_device_threads : has_device_threads());
+}
+
 /* May the backward that begins or ends at here.depth go on in another thread? */
 static bool may_change_thread(void) { return here.has_device_threads || here.depth >= DEEP; }
 
@@ -294,6 +299,8 @@ static PyMethodDef methods[] = {
     { "backward_begins", py_backward_begins, METH_O,
       "backward_begins(context) -> what backward_ends() takes" },
     { "backward_ends", py_backward_ends, METH_O, "backward_ends(what backward_begins() gave)" },
+    { "has_device_threads", py_has_device_threads, METH_NOARGS,
+      "has_device_threads() -> may autograd's engine go on in threads of devices?" },
     { "has_exit", py_has_exit, METH_O,
       "has_exit(lazy): a plain tensor that autograd follows is made of it" },
     { 0 },

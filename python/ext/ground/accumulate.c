@@ -134,7 +134,7 @@ static bool set_all(PyObject *leaves, PyObject *gradients)
             set_grad(PyList_GET_ITEM(leaves, i), Py_None, grad_closure);
         return false;
     }
-    return PyList_SetSlice(gradients, 0, n, NULL) == 0;
+    return true;
 }
 
 /* accumulate((output, ...), [leaf, ...], [gradient, ...]) → did it? */
@@ -154,8 +154,7 @@ static PyObject *py_accumulate(PyObject *module, PyObject *args)
     const int ends = all ? are_ends_behind(outputs, leaves) : 0;
     if (ends < 0)
         return NULL;
-    const bool done = ends && set_all(leaves, gradients);
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(done);
+    return PyBool_FromLong(ends && set_all(leaves, gradients));
 }
 
 /* learn_accumulation(torch.nn.Parameter, a leaf, one with a hook, one with a hook for afterwards) →
@@ -192,8 +191,8 @@ static PyMethodDef methods[] = {
       "learn_accumulation(torch.nn.Parameter, a leaf, one with a hook, one with a hook for "
       "afterwards) -> is it known what watches a leaf?" },
     { "accumulate", py_accumulate, METH_VARARGS,
-      "accumulate((output, ...), [leaf, ...], [gradient, ...]): sets `.grad` of the leaves, and "
-      "empties the gradients, if that is all that torch's engine would do; else False." },
+      "accumulate((output, ...), [leaf, ...], [gradient, ...]): sets `.grad` of the leaves, if "
+      "that is all that torch's engine would do; else False." },
     { 0 },
 };
 
