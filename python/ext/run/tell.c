@@ -56,11 +56,11 @@ static void ask(cached *c, const koila__step *step)
 void koila__tell(void)
 {
     const koila__step *step = told ? koila__past_ran() : NULL;
-    if (!step || (step->c->told == ALL && !step->retries) || koila__is_planning())
+    if (!step || (step->c->told == ALL && !step->retries))
         return;
     cached *c = step->c;
     const bool is_known = see_changes();
-    if (is_known && c->asked == n_changes && !step->retries)
+    if ((is_known && c->asked == n_changes && !step->retries) || koila__is_planning())
         return;
     c->asked = is_known ? n_changes : 0; /* before the log looks at its level */
     const koila__step now = *step;       /* the log may run a step of its own, and free this one */
