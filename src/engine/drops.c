@@ -624,8 +624,32 @@ static koila_status try_along(koila__planning *q, const koila__way *way, rung *x
     return KOILA_OK;
 }
 
+/* Could rung x be the least of all plans, `way` among them? */
+static bool may_be_least(const koila__planning *q, const koila__way *way, const rung *x)
+{
+    return x && koila__way_may_be_least(q, x->bound) &&
+           x->bound < way->peak - way->peak / KOILA_COST_NEAR;
+}
+
+/* No rung may fit, so one is for the error. In one loop it is the one of the least bound. In
+ * several bounds are weak: most often few segments need the least, though not the fewest. */
+static koila_status climb_for_error(koila__planning *q, const koila__way *way, rungs *r,
+                                    koila__way *best)
+{
+    bool is_better;
+    if (way->schedule.n_loops <= 1) {
+        rung *x = least_bound(r);
+        return may_be_least(q, way, x) ? try_along(q, way, x, best, &is_better) : KOILA_OK;
+    }
+    for (uint32_t i = 0; i < r->n; i++)
+        if ((r->at[i].how.n_segments == 5 || r->at[i].how.n_segments == 3) &&
+            may_be_least(q, way, &r->at[i]))
+            KOILA_TRY(try_along(q, way, &r->at[i], best, &is_better));
+    return KOILA_OK;
+}
+
 /* *best becomes the rung of the least time. If none fits, the best one is tried with loops apart.
- * Where none may fit, the one that may need the least is tried, for the error. */
+ */
 static koila_status climb_along(koila__planning *q, const koila__way *way, rungs *r,
                                 koila__way *best)
 {
@@ -649,11 +673,7 @@ static koila_status climb_along(koila__planning *q, const koila__way *way, rungs
         taken->how.apart = true;
         KOILA_TRY(try_along(q, way, taken, best, &is_better));
     }
-    if (best->placed || koila__way_fits(q, way))
-        return KOILA_OK;
-    rung *x = least_bound(r);
-    return x && x->bound < way->peak && x->bound < q->least ? try_along(q, way, x, best, &is_better)
-                                                            : KOILA_OK;
+    return best->placed || koila__way_fits(q, way) ? KOILA_OK : climb_for_error(q, way, r, best);
 }
 
 /* `way` needs too much with all that its loops hold. So results of the forward pass are dropped and

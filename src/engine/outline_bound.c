@@ -79,12 +79,25 @@ static bool has_second_slice(const koila__outline *o)
            2 * o->options.rows[o->last_axis] <= o->g->axes.at[o->last_axis];
 }
 
+/* Finds the storages that the loop that is counted reads: the walk may count those of earlier
+ * loops too. */
+static koila_status find_walked(koila__outline *o)
+{
+    MAKE(is_walked, o->g->values.n + 1);
+    for (koila_node n = 0; n < o->n_nodes; n++) {
+        const koila_sig_info *s = sig_of(o, n);
+        for (uint32_t i = 0; i < s->n_inputs && o->is_sure[n]; i++)
+            o->is_walked[o->root[input_of(o, n, i)]] = true;
+    }
+    return KOILA_OK;
+}
+
 /* Of n_bytes that are there, those that the walk does not count as storage `root`: a loop's own
  * results are there besides. */
 static uint64_t beyond_walk(const koila__outline *o, koila_value root, uint64_t n_bytes)
 {
     const koila_node n = producer(o, root);
-    if (n == KOILA_NONE || o->is_sure[n])
+    if (n == KOILA_NONE || o->is_sure[n] || !o->is_walked[root])
         return n_bytes;
     const uint64_t walked = koila__outline_bytes(o, n, root - output_of(o, n, 0));
     return n_bytes > walked ? n_bytes - walked : 0;
@@ -191,6 +204,7 @@ koila_status koila__outline_count_fixed(koila__outline *o, const koila_value *ta
         const koila_node last = o->stores.at[s].last_back;
         o->end0[s] = last == KOILA_NONE ? 0 : key_of(last);
     }
+    KOILA_TRY(find_walked(o));
     count_results(o, targets, n_targets, is_result);
     KOILA_TRY(count_backward(o, is_result));
     hold_whole(o, is_result);

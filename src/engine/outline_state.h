@@ -57,6 +57,7 @@ struct koila__outline {
     bool is_one;         /* all that runs in slices runs in one loop, or nothing does */
     bool *is_needed;     /* [node] it runs at all */
     bool *is_sure;       /* [node] it surely runs in the loop that is counted */
+    bool *is_walked;     /* [value as root] a node that surely runs there reads it */
     uint64_t *workspace; /* [node]; NULL: none */
     uint16_t last_axis;  /* of the loop that is counted, which is the last */
     uint64_t collected;  /* bytes that are there from its second slice on */

@@ -457,7 +457,7 @@ static koila_status is_both_open(koila__planning *q, bool *is_open)
     const koila_status status = drop_in_slices(q);
     if (status != KOILA_OK)
         return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
-    *is_open = bound < q->least - q->least / KOILA_COST_NEAR;
+    *is_open = koila__way_may_be_least(q, bound);
     if (!*is_open)
         q->both = (koila__least){ .peak_bytes = bound, .is_bound = true };
     return KOILA_OK;
@@ -586,12 +586,47 @@ static koila_status plan_unrolled(koila__planning *q, koila__way *best)
     return KOILA_OK;
 }
 
+/* Of the ways along other axes that are not scheduled, the one that is bound to need the least; or
+ * NULL. */
+static koila__tried *least_bound(koila__planning *q)
+{
+    koila__tried *least = NULL;
+    for (uint32_t i = 0; i < q->n_tried; i++) {
+        koila__tried *t = &q->tried[i];
+        const bool is_open = t->way.placed && t->way.is_bound && t->way.peak != UINT64_MAX;
+        if (is_open && (!least || t->way.peak < least->way.peak))
+            least = t;
+    }
+    return least;
+}
+
+/* Schedules, for the error, those of them that could need less than the least plan, and than
+ * `bound`. */
+static koila_status build_least(koila__planning *q, uint64_t bound)
+{
+    koila__tried *t = least_bound(q);
+    for (; t && t->way.peak < bound && t->way.peak < q->least; t = least_bound(q)) {
+        koila_plan_options options;
+        const koila__planning along = planning_along(q, t, &options);
+        const koila_status status = koila__way_build(&along, &t->way);
+        if (status != KOILA_OK && status != KOILA_UNSUPPORTED)
+            return status;
+        if (status == KOILA_OK)
+            note_least(q, t);
+        else
+            t->way.peak = UINT64_MAX; /* not to be tried again */
+    }
+    return KOILA_OK;
+}
+
 /* The step whole, with results dropped, where that may fit, or be the least. */
 static koila_status drop_whole(koila__planning *q, koila__way *best)
 {
     uint64_t bound;
     KOILA_TRY(koila__floor_whole(q->graph, q->targets, q->n_targets, q->mem, &bound));
-    if (bound > q->options->budget_bytes && bound >= q->least)
+    if (bound > q->options->budget_bytes)
+        KOILA_TRY(build_least(q, bound));
+    if (bound > q->options->budget_bytes && !koila__way_may_be_least(q, bound))
         return KOILA_OK;
     const koila_status status = koila__drop_whole(q, best);
     koila_assert(!best->placed || best->schedule.n_loops || best->peak >= bound);
@@ -670,32 +705,15 @@ static koila_status plan_axes(koila__planning *q)
     return take_other_axis(q);
 }
 
-/* Nothing fits: what could need less than all ways that were scheduled is scheduled too, for the
- * error. Of the others it tells what they need at least. */
+/* Nothing fits. Of what is not scheduled, the error tells what it needs at least, where that is not
+ * less than the least plan. */
 static koila_status find_least(koila__planning *q)
 {
-    for (;;) {
-        koila__tried *least = NULL;
-        for (uint32_t i = 0; i < q->n_tried; i++) {
-            koila__tried *t = &q->tried[i];
-            if (t->way.placed && t->way.is_bound && t->way.peak != UINT64_MAX &&
-                (!least || t->way.peak < least->way.peak))
-                least = t;
-        }
-        if (least && least->way.peak >= q->least && q->other.peak_bytes == UINT64_MAX)
-            q->other = least_along(least);
-        if (!least || least->way.peak >= q->least)
-            return KOILA_OK;
-        koila_plan_options options;
-        const koila__planning along = planning_along(q, least, &options);
-        const koila_status status = koila__way_build(&along, &least->way);
-        if (status != KOILA_OK && status != KOILA_UNSUPPORTED)
-            return status;
-        if (status == KOILA_OK)
-            note_least(q, least);
-        else
-            least->way.peak = UINT64_MAX; /* not to be tried again */
-    }
+    KOILA_TRY(build_least(q, UINT64_MAX));
+    const koila__tried *bound = least_bound(q);
+    if (bound && q->other.peak_bytes == UINT64_MAX)
+        q->other = least_along(bound);
+    return KOILA_OK;
 }
 
 static koila_status make_plan(koila__planning *q)

@@ -205,6 +205,11 @@ double koila__recorded_time(const koila__schedule *s)
     return s->work_recorded + KOILA_COST_BYTES_PER_CALL * s->n_needed;
 }
 
+bool koila__way_may_be_least(const koila__planning *q, uint64_t bound)
+{
+    return bound < q->least - q->least / KOILA_COST_NEAR;
+}
+
 /* Is way b along another axis better than a, of which either may not fit? */
 bool koila__way_is_better(const koila__planning *q, const koila__way *b, const koila__way *a)
 {

@@ -77,6 +77,9 @@ bool koila__way_fits(const koila__planning *q, const koila__way *w);
 double koila__way_time(const koila__way *w);
 /* The same of each recorded call once, on all rows. */
 double koila__recorded_time(const koila__schedule *s);
+/* Is a way that needs `bound` or more worth making, where it is for the error alone? It must be
+ * able to need less than the least plan so far by more than nothing much. */
+bool koila__way_may_be_least(const koila__planning *q, uint64_t bound);
 /* Is way b better than a, of which either may not fit? By time if both do, else by the peak. */
 bool koila__way_is_better(const koila__planning *q, const koila__way *b, const koila__way *a);
 
