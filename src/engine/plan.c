@@ -541,11 +541,33 @@ static uint64_t results_of(const koila__planning *q)
     return sum;
 }
 
+/* The bounds of the slices so far. */
+typedef struct shrinking {
+    uint64_t first, least, last;
+    uint32_t n; /* how many are known */
+} shrinking;
+
+static void note_bound(shrinking *x, uint64_t bound)
+{
+    x->first = x->n ? x->first : bound;
+    x->least = x->n && x->least < bound ? x->least : bound;
+    x->last = bound;
+    x->n++;
+}
+
+/* Do more slices change next to nothing, with the budget far off? */
+static bool levels_off(const koila__planning *q, uint64_t results, const shrinking *x)
+{
+    const uint64_t budget = q->options->budget_bytes;
+    return x->n > 1 && x->least > x->first - x->first / 16 && x->least > budget &&
+           budget > results && (x->least - results) / 5 > (budget - results) / 4;
+}
+
 /* Along one other axis, or two of different leaves, in slices without loops: *best becomes that way
  * where it is better. */
 static koila_status unroll_along(koila__planning *q, const koila__axis *axis, koila__way *best)
 {
-    static const uint32_t n_slices[] = { 8, 16, 32, 64 };
+    static const uint32_t n_slices[] = { 8, 16, 32, 64 }; /* each twice the one before */
     koila__along view;
     koila__planning along = *q;
     koila__placed *placed = NULL;
@@ -560,14 +582,18 @@ static koila_status unroll_along(koila__planning *q, const koila__axis *axis, ko
     along.seeds = view.seeds;
     koila_status status = koila__way_place(&along, koila__place_cut, targets, &placed);
     const uint64_t results = results_of(q);
-    uint64_t bound = 0; /* of the slices before */
+    shrinking so_far = { .n = 0 };
     for (size_t i = 0; status == KOILA_OK && i < KOILA_COUNT(n_slices) && !best->accepted; i++) {
-        if (shortest < 2 * n_slices[i]) /* of one row, strides have no meaning */
+        uint64_t bound = 0;
+        if (shortest < 2 * n_slices[i] || /* of one row, strides have no meaning */
+            levels_off(q, results, &so_far))
             break;
-        if (i && bound > results) /* what is not held to the end shrinks with the slices, at most */
-            bound = results + (bound - results) / n_slices[i] * n_slices[i - 1];
-        if (bound <= q->options->budget_bytes)
-            status = koila__drop_unrolled(q, placed, targets, n_slices[i], best, &bound);
+        if (so_far.last > results) /* what is not held to the end halves with the slices, at most */
+            so_far.last = results + (so_far.last - results) / 2;
+        if (so_far.last > q->options->budget_bytes)
+            continue;
+        status = koila__drop_unrolled(q, placed, targets, n_slices[i], best, &bound);
+        note_bound(&so_far, bound);
     }
     koila__placed_free(placed);
     koila__along_deinit(&view, &q->plan->mem);
