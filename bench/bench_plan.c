@@ -5,6 +5,9 @@
  *
  *   bench_plan [layers ...]           default 180 720 3600: about 6,000, 24,000 and 119,000 nodes
  *   bench_plan ladders [layers ...]   each way to plan by itself; default 9 36 180: 300 to 6,000
+ *   bench_plan graphs <file.kgraph ...>
+ *       recorded steps, which Plan.save() writes, planned below one row: ms per thousand nodes at
+ *       budgets that are the results and so much of what the whole step needs beyond them
  *   bench_plan once <way> <layers>    one of them, planned once, to count its instructions:
  *       valgrind --tool=callgrind --toggle-collect=koila_plan_new build/bench_plan once both 36 */
 #include <stdio.h>
@@ -298,6 +301,101 @@ static int ladders(int argc, char **argv)
     return 0;
 }
 
+/* ---- recorded steps */
+
+static koila_graph *read_graph(koila_table *t, const char *path)
+{
+    koila_error err = KOILA_ERROR_INIT;
+    koila_graph *g = NULL;
+    char *text = NULL;
+    size_t n = 0, room = 0;
+    FILE *f = fopen(path, "rb");
+    for (size_t got = 1; f && got; n += got) {
+        if (n == room)
+            text = realloc(text, room = 2 * room + 4096);
+        if (!text)
+            exit(1);
+        got = fread(text + n, 1, room - n, f);
+    }
+    if (!f || koila_graph_parse(t, text, n, &g, &err)) {
+        fprintf(stderr, "bench_plan: %s: %s\n", path, f ? err.text : "cannot be read");
+        exit(1);
+    }
+    fclose(f);
+    free(text);
+    return g;
+}
+
+/* What no call reads is a result. targets[values]; returns how many there are. */
+static uint32_t find_results(const koila_graph *g, koila_value *targets)
+{
+    const uint32_t n_values = koila_graph_n_values(g);
+    uint32_t n = 0;
+    bool *is_read = calloc(n_values + 1, sizeof *is_read);
+    for (koila_node k = 0; k < koila_graph_n_nodes(g); k++) {
+        const koila_sig_info *s = koila_sig_get(koila_graph_table(g), koila_node_get(g, k).sig);
+        for (uint32_t i = 0; i < s->n_inputs; i++)
+            is_read[koila_node_inputs(g, k)[i]] = true;
+    }
+    for (koila_value v = 0; v < n_values; v++)
+        if (!is_read[v] && koila_value_get(g, v).meta != KOILA_NONE &&
+            koila_value_get(g, v).node != KOILA_NONE)
+            targets[n++] = v;
+    free(is_read);
+    return n;
+}
+
+/* The least of three, in ms per thousand nodes. */
+static double time_plan(const koila_graph *g, const koila_value *targets, uint32_t n_targets,
+                        uint64_t budget, koila_plan_info *info)
+{
+    const koila_plan_options o = {
+        .struct_size = sizeof o, .budget_bytes = budget, .recomputes = true, .axes = KOILA_AXES_ANY
+    };
+    double best = 0;
+    for (int i = 0; i < 3; i++) {
+        koila_plan *p = NULL;
+        const double a = now_us();
+        koila_plan_new(g, targets, n_targets, &o, NULL, &p, NULL);
+        const double b = now_us() - a;
+        if (i == 0 || b < best)
+            best = b;
+        *info = p ? koila_plan_get(p) : (koila_plan_info){ 0 };
+        koila_plan_free(p);
+    }
+    return best / koila_graph_n_nodes(g);
+}
+
+static int graphs(int n_paths, char **paths)
+{
+    static const double shares[] = { 0, 0.02, 0.1, 0.2, 0.5 };
+    for (int i = 0; i < n_paths; i++) {
+        koila_table *t = NULL;
+        koila_plan_info info;
+        uint64_t results = 0;
+        if (koila_table_new(NULL, &t))
+            return 1;
+        koila_graph *g = read_graph(t, paths[i]);
+        koila_value *targets = calloc(koila_graph_n_values(g) + 1, sizeof *targets);
+        const uint32_t n_targets = find_results(g, targets);
+        for (uint32_t k = 0; k < n_targets; k++)
+            results += koila_meta_get(t, koila_value_get(g, targets[k]).meta)->n_bytes;
+        time_plan(g, targets, n_targets, UINT64_MAX, &info);
+        const double beyond = (double)info.peak_bytes - (double)results;
+        printf("%s, %u nodes:\n", paths[i], koila_graph_n_nodes(g));
+        for (size_t k = 0; k < sizeof shares / sizeof *shares && beyond > 0; k++) {
+            const uint64_t budget = results + (uint64_t)(beyond * shares[k]);
+            const double ms = time_plan(g, targets, n_targets, budget, &info);
+            printf("  %3.0f %%: %6.2f ms per 1000, %s\n", 100 * shares[k], ms,
+                   info.n_slices ? "fits" : "nothing fits");
+        }
+        free(targets);
+        koila_graph_free(g);
+        koila_table_free(t);
+    }
+    return 0;
+}
+
 /* ---- all of it */
 
 static void run(uint32_t n_layers, bool over_batch)
@@ -367,6 +465,8 @@ int main(int argc, char **argv)
 {
     if (argc > 1 && (strcmp(argv[1], "ladders") == 0 || strcmp(argv[1], "once") == 0))
         return ladders(argc, argv);
+    if (argc > 2 && strcmp(argv[1], "graphs") == 0)
+        return graphs(argc - 2, argv + 2);
     const uint32_t usual[] = { 180, 720, 3600 };
     for (int over_batch = 0; over_batch < 2; over_batch++)
         for (int i = 0; i < (argc > 1 ? argc - 1 : 3); i++)
