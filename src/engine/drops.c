@@ -266,7 +266,9 @@ static koila_status add_choices(const koila__planning *q, rungs *r, koila_node a
         return KOILA_OK;
     if (!is_small)
         KOILA_TRY(add_fills(q, r, at));
-    if (!is_small && (is_compared(q) || n_makers > KOILA_COST_LARGE_STEP) && least_of(r) <= budget)
+    const uint32_t most =
+        q->options->host_price > 0 ? KOILA_COST_LARGE_STEP_WITH_HOST : KOILA_COST_LARGE_STEP;
+    if (!is_small && (is_compared(q) || n_makers > most) && least_of(r) <= budget)
         return KOILA_OK;
     for (uint32_t i = 0; i < (is_small ? n : n > 0); i++)
         KOILA_TRY(add_path_of_rung(r, at, i, KOILA__SPARES_DEAR));

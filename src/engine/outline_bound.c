@@ -84,7 +84,7 @@ static bool has_second_slice(const koila__outline *o)
 static koila_status find_walked(koila__outline *o)
 {
     MAKE(is_walked, o->g->values.n + 1);
-    for (koila_node n = 0; n < o->n_nodes; n++) {
+    for (koila_node n = 0; n < o->n_nodes && !o->is_whole; n++) {
         const koila_sig_info *s = sig_of(o, n);
         for (uint32_t i = 0; i < s->n_inputs && o->is_sure[n]; i++)
             o->is_walked[o->root[input_of(o, n, i)]] = true;

@@ -44,6 +44,9 @@
 /* One of more than so many is refined for the budget alone, unless nothing fits: choices that
  * depend on no budget take it more than 2 ms per 1,000 nodes. */
 #define KOILA_COST_LARGE_STEP 128
+/* The same where results may wait in host memory: choices with that are there besides, and both
+ * take it more than 2 ms. */
+#define KOILA_COST_LARGE_STEP_WITH_HOST 80
 /* Above so many calls by moves, more of them move at a time. */
 #define KOILA_COST_MOVES 2048
 
