@@ -117,16 +117,20 @@ def lazy_loaders() -> Iterator[None]:
         DataLoader.__iter__ = plain  # type: ignore[method-assign]
 
 
-def _save_page(path: str) -> None:
-    """The last plan's page; of several processes that torchrun started, the first one's."""
+def _save_page(path: str, are_lazy: bool) -> None:
+    """The last plan's page, or why there is none; of several processes that torchrun started, the
+    first one's. are_lazy: --lazy was said."""
     if os.environ.get("RANK", "0") != "0":
         return
     plan = last_plan()
     if plan is None:
-        sys.stderr.write(
-            f"koila: run: {path} was not written, for no step was lazy. Make the batches lazy: "
-            "--lazy, or lazy(...) in the script\n"
-        )
+        told = "no step was lazy. Make the batches lazy: --lazy, or lazy(...) in the script"
+        if are_lazy:
+            told = (
+                "no batch of a DataLoader came to a backward. Where the script makes its batches "
+                "itself, call lazy(...) there"
+            )
+        sys.stderr.write(f"koila: run: {path} was not written, for {told}\n")
         return
     try:
         plan.save(path)
@@ -158,5 +162,5 @@ def main(argv: Sequence[str]) -> int:
     with lazy_loaders() if options.lazy else contextlib.nullcontext():
         status = execute(code, namespace)
     if options.page is not None:
-        _save_page(options.page)
+        _save_page(options.page, options.lazy)
     return status

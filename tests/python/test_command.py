@@ -94,7 +94,9 @@ def test_the_page_is_written_when_the_script_fails_and_its_lack_is_told(script):
     assert (folder / "step.html").exists()
     script("print(1)", "plain.py")
     p = koila("run", "--page", "none.html", "plain.py", folder=folder)
-    assert p.returncode == 0 and "none.html was not written" in p.stderr
+    assert p.returncode == 0 and "none.html was not written" in p.stderr and "--lazy" in p.stderr
+    p = koila("run", "--lazy", "--page", "none.html", "plain.py", folder=folder)
+    assert "call lazy(...) there" in p.stderr and "--lazy" not in p.stderr
 
 
 def test_a_module_runs_with_its_own_options(script):
