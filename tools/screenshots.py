@@ -79,7 +79,7 @@ shell.user_ns["torch"] = torch
 shell.run_line_magic("load_ext", "koila.memlab")
 OPTIONS = "-D -c hits -c rise -c delta -c alloc -c freed"
 result = shell.run_cell_magic("mlrun", OPTIONS, CELL)
-typed = f"<pre>%%mlrun {OPTIONS}\\n{CELL}</pre>"
+typed = f'<pre class="wide">%%mlrun {OPTIONS}\\n{CELL}</pre>'
 with open("cell.html", "w", encoding="utf-8") as page:
     page.write(_pages.page("In [1]", [typed, result._repr_html_()]))
 """

@@ -36,8 +36,8 @@ def pages(tmp_path_factory):
 
 
 class Wide(html.parser.HTMLParser):
-    """What may be wider than the window: a table outside of a box that scrolls, and a drawing that
-    has no size of its own to be scaled from, or text in it that is scaled too."""
+    """What may be wider than the window: a table or code outside of a box that scrolls, and a
+    drawing that has no size of its own to be scaled from, or text in it that is scaled too."""
 
     VOID = {"meta", "line", "polyline", "polygon", "rect", "br"}
 
@@ -48,15 +48,16 @@ class Wide(html.parser.HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         given = dict(attrs)
-        if tag == "table" and not any(scrolls for _, scrolls in self.open):
-            self.wrong.append("a table outside of a box that scrolls")
+        style, kind = given.get("style") or "", (given.get("class") or "").split()
+        scrolls = "wide" in kind or "overflow-x: auto" in style
+        if tag in ("table", "pre") and not (scrolls or any(scrolls for _, scrolls in self.open)):
+            self.wrong.append(f"a {tag} outside of a box that scrolls")
         if tag == "svg" and "viewbox" not in given:
             self.wrong.append("a drawing without viewBox")
         if tag == "text":
             self.wrong.append("text in a drawing that is scaled")
         if tag not in self.VOID:
-            style, kind = given.get("style") or "", (given.get("class") or "").split()
-            self.open.append((tag, "wide" in kind or "overflow-x: auto" in style))
+            self.open.append((tag, scrolls))
 
     def handle_endtag(self, tag):
         if tag not in self.VOID:
