@@ -30,6 +30,7 @@
 #include "graph/table.h"
 
 #include <stddef.h>
+#include <stdlib.h>
 
 typedef VEC(koila_instr) instr_vec;
 typedef VEC(koila__event) event_vec;
@@ -431,6 +432,57 @@ static koila_status weigh(builder *b, koila__stage *stages, const koila_plan_opt
     return KOILA_OK;
 }
 
+/* ---- what the calls of a row use inside */
+
+/* A call of the row, and the recorded call of which it is one row of `batch`. */
+typedef struct twin {
+    koila_sig inner, outer;
+} twin;
+
+typedef struct twins {
+    const koila_plan_options *o; /* of the step of all rows */
+    twin *at;                    /* [n] ascending `inner` */
+    uint32_t n;
+    int64_t batch;
+} twins;
+
+static int compare_twins(const void *x, const void *y)
+{
+    const twin *a = x, *b = y;
+    return (a->inner > b->inner) - (a->inner < b->inner);
+}
+
+static koila_status find_twins(builder *b, const inner_step *s, const koila_plan_options *o,
+                               twins *out)
+{
+    const koila_graph *row = s->graph;
+    const uint16_t axis = b->p->schedule.stages[s->stage].stage.axis;
+    *out = (twins){ .o = o, .batch = b->g->axes.at[axis] };
+    out->at = koila__arena_array(&b->tmp, row->nodes.n + 1, sizeof *out->at);
+    if (!out->at)
+        return KOILA_NO_MEMORY;
+    koila_assert(s->nodes.n == row->nodes.n);
+    for (koila_node n = 0; n < row->nodes.n; n++) {
+        const twin t = { row->nodes.at[n].sig, b->g->nodes.at[s->nodes.at[n]].sig };
+        if (koila__sig(b->t, t.inner)->op == koila__sig(b->t, t.outer)->op)
+            out->at[out->n++] = t;
+    }
+    qsort(out->at, out->n, sizeof *out->at, compare_twins);
+    return KOILA_OK;
+}
+
+/* koila_plan_options.workspace of a row: what is known of the call itself, else what is known of
+ * one row of the recorded call. */
+static uint64_t workspace_of_row(void *user, koila_sig sig, int64_t rows, int64_t batch)
+{
+    const twins *t = user;
+    const twin key = { .inner = sig };
+    const uint64_t known = t->o->workspace(t->o->user, sig, rows, batch);
+    const twin *found =
+        known || batch ? NULL : bsearch(&key, t->at, t->n, sizeof key, compare_twins);
+    return found ? t->o->workspace(t->o->user, found->outer, 1, t->batch) : known;
+}
+
 /* ---- the inner plans */
 
 static koila_status plan_step(builder *b, inner_step *s, const koila_plan_options *o,
@@ -439,6 +491,12 @@ static koila_status plan_step(builder *b, inner_step *s, const koila_plan_option
     const bool is_forced = o->axes == KOILA_AXES_BOTH;
     koila__least found = { .peak_bytes = UINT64_MAX };
     koila_plan_options inner = *o;
+    twins known;
+    if (o->workspace) {
+        KOILA_TRY(find_twins(b, s, o, &known));
+        inner.workspace = workspace_of_row;
+        inner.user = &known;
+    }
     inner.accepts = NULL;
     inner.axes = is_forced ? KOILA_AXES_OTHER : KOILA_AXES_ANY;
     inner.recomputes = o->recomputes && !is_forced;

@@ -253,6 +253,26 @@ def test_a_sample_that_does_not_fit_trains(name, samples, share):
     assert koila.last_plan().axis == plan.axis
 
 
+@counted
+@pytest.mark.parametrize(
+    ("name", "knows_rows"), [("mistral", False), ("qwen2", False), ("unet3d", True)]
+)
+def test_rows_that_are_cut_again_are_forecast_before_their_first_step(name, knows_rows):
+    """What attention uses inside from one head of it; else from what was seen of one row."""
+    make, data, loss = MODELS[name]
+    torch.manual_seed(5)
+    model, batch = make(), data(2)
+    _core.forget()
+    room, gradients = needs(model, batch, loss)
+    if not knows_rows:
+        _core.forget()
+    with only(int(gradients + 0.3 * room)):
+        koila_step(model, loss, batch)
+    plan = koila.last_plan()
+    assert (plan.n_micro_batches, plan.micro_batch, plan.retries) == (2, 1, 0)
+    assert 0.995 <= plan.predicted_peak_bytes / plan.measured_peak_bytes <= 1.02
+
+
 def assert_same(got, expected):
     for k, e in expected.items():
         if k.startswith("value:buffer"):

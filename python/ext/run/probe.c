@@ -1,5 +1,5 @@
-/* probe.c — measures the workspace of convolutions, fused recurrent layers and attention to some of
- * the queries before their first step.
+/* probe.c — measures the workspace of convolutions, fused recurrent layers and attention before
+ * their first step.
  *
  * On a CPU these operators copy their operands into other layouts, or unfold them. The copies are
  * often as large as the result; their size depends on shapes, threads and the processor. The
@@ -11,11 +11,11 @@
  * One sample has no fewer rows: a convolution of it is run on two images with fewer lines, and
  * thought longer.
  *
- * Attention that is cut along its queries makes parts of its results inside, the more the later the
- * queries: the last slice of the plan is run on zeros. So is a slice between others of
- * convolutions, and of koila's own calls, of a plan that cuts another axis than the rows of the
- * batch, and one of half as many rows: what a slice reads beyond its rows does not shrink with
- * them.
+ * Attention is run on one head of one sample. Where it is cut along its queries it makes parts of
+ * its results inside, the more the later the queries: the last slice of the plan is run on zeros.
+ * So is a slice between others of convolutions, and of koila's own calls, of a plan that cuts
+ * another axis than the rows of the batch, and one of half as many rows: what a slice reads beyond
+ * its rows does not shrink with them.
  *
  * A probe that fails (no memory, an unusual call) is ignored. */
 #include "run/run.h"
@@ -115,9 +115,8 @@ static bool can_probe(const call *c, int64_t batch)
     return true;
 }
 
-/* Zeros like `meta`; along dimension `dim` (if >= 0) they have `n` rows instead of `of`. New
- * reference. */
-static PyObject *zeros(koila_meta meta, int dim, int64_t n, int64_t of)
+/* Zeros like `meta`, of that size. New reference. */
+static PyObject *zeros_of(koila_meta meta, const int64_t *sizes)
 {
     const koila_meta_info *m = koila_meta_get(koila__table, meta);
     PyObject *size = PyTuple_New(m->n_dims);
@@ -129,12 +128,12 @@ static PyObject *zeros(koila_meta meta, int dim, int64_t n, int64_t of)
     if (!size || !stride || !kw)
         goto done;
     for (uint32_t d = 0; d < m->n_dims; d++) {
-        /* strides beyond `dim` shrink too, so that the slice is as dense as the whole */
-        const bool outer = dim >= 0 && m->stride[d] > m->stride[dim];
-        PyTuple_SET_ITEM(size, d,
-                         PyLong_FromLongLong((int)d == dim ? m->size[d] / of * n : m->size[d]));
-        PyTuple_SET_ITEM(stride, d,
-                         PyLong_FromLongLong(outer ? m->stride[d] / of * n : m->stride[d]));
+        int64_t apart = m->stride[d];
+        for (uint32_t e = 0; e < m->n_dims; e++) /* so that a slice is as dense as the whole */
+            if (m->stride[e] < m->stride[d] && sizes[e] != m->size[e])
+                apart = apart / m->size[e] * sizes[e];
+        PyTuple_SET_ITEM(size, d, PyLong_FromLongLong(sizes[d]));
+        PyTuple_SET_ITEM(stride, d, PyLong_FromLongLong(apart));
     }
     if (PyErr_Occurred() || PyDict_SetItemString(kw, "dtype", koila__dtype_object(m->dtype)) < 0)
         goto done;
@@ -150,6 +149,16 @@ done:
     return r;
 }
 
+/* The same; along dimension `dim` (if >= 0) they have `n` rows instead of `of`. */
+static PyObject *zeros(koila_meta meta, int dim, int64_t n, int64_t of)
+{
+    const koila_meta_info *m = koila_meta_get(koila__table, meta);
+    int64_t sizes[KOILA_MAX_DIMS];
+    for (uint32_t d = 0; d < m->n_dims; d++)
+        sizes[d] = (int)d == dim ? m->size[d] / of * n : m->size[d];
+    return zeros_of(meta, sizes);
+}
+
 /* Makes the call. *inside: bytes used beyond its outputs. False: it failed, or they are not
  * known. */
 static bool measure(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix,
@@ -159,9 +168,12 @@ static bool measure(koila_sig sig, PyObject *const *inputs, const koila__call_fi
     int64_t peak = 0, now = 0;
     if (!koila__work_begin())
         return false;
+    const bool collects = PyGC_Disable(); /* what is freed meanwhile would look like bytes inside */
     koila__use_begin(&use);
     bool ok = koila__call(sig, inputs, fix, NULL, outputs) == 0;
     ok = koila__use_end(&use, &peak, &now) && ok;
+    if (collects)
+        PyGC_Enable();
     *inside = (uint64_t)(peak - now);
     koila__work_end();
     return ok;
@@ -326,6 +338,54 @@ static void probe_lines(koila_sig sig, const lines *x)
                  KOILA__MEASURED_BOUND);
 }
 
+/* ---- attention to all queries */
+
+/* Inputs from this one on that count samples and heads in their first dimensions: neither a mask
+ * [queries, keys] nor a number. */
+enum { FEWEST_DIMS_WITH_HEADS = 3, N_HEAD_DIMS = 2 };
+
+static bool is_attention(koila_sig sig)
+{
+    const koila_sig_info *s = koila_sig_get(koila__table, sig);
+    const uint32_t kind = koila_facts_dense(koila_op_facts(koila__table, s->op));
+    return (kind == KOILA_FACT_DENSE_ATTENTION || kind == KOILA_FACT_DENSE_ATTENTION_BACKWARD) &&
+           !s->n_writes && s->n_inputs && s->n_inputs <= MAX_INPUTS && s->n_outputs <= MAX_OUTPUTS;
+}
+
+/* Zeros like `meta`, of one head of one sample. New reference. */
+static PyObject *zeros_of_head(koila_meta meta)
+{
+    const koila_meta_info *m = koila_meta_get(koila__table, meta);
+    int64_t sizes[KOILA_MAX_DIMS];
+    for (uint32_t d = 0; d < m->n_dims; d++)
+        sizes[d] = m->n_dims >= FEWEST_DIMS_WITH_HEADS && d < N_HEAD_DIMS ? 1 : m->size[d];
+    return zeros_of(meta, sizes);
+}
+
+/* Learns the workspace of attention, of all rows and of one (batch > 1), from one head: on a CPU
+ * its buffers are each thread's, not each head's. The call itself will say more exactly. */
+static void probe_head(koila_sig sig, int64_t batch)
+{
+    const koila_sig_info *s = koila_sig_get(koila__table, sig);
+    PyObject *inputs[MAX_INPUTS] = { 0 }, *outputs[MAX_OUTPUTS] = { 0 };
+    uint64_t inside;
+    bool ok = true;
+    for (uint32_t i = 0; i < s->n_inputs && ok; i++) {
+        inputs[i] = zeros_of_head(s->inputs[i]);
+        ok = inputs[i] != NULL;
+    }
+    if (ok && measure(sig, inputs, NULL, outputs, &inside)) {
+        koila__learn(sig, batch, batch, inside, KOILA__MEASURED_BOUND);
+        if (batch > 1)
+            koila__learn(sig, 1, batch, inside, KOILA__MEASURED_BOUND);
+    }
+    PyErr_Clear();
+    for (uint32_t i = 0; i < MAX_INPUTS; i++)
+        Py_XDECREF(inputs[i]);
+    for (uint32_t i = 0; i < MAX_OUTPUTS; i++)
+        Py_XDECREF(outputs[i]);
+}
+
 /* The size of the batch axis that the call's rows come from, or 0. */
 static int64_t batch_of(const koila_graph *g, const call *c)
 {
@@ -341,12 +401,38 @@ static int64_t batch_of(const koila_graph *g, const call *c)
     return best;
 }
 
+/* Is nothing known of what the attention that node n calls uses inside? */
+static bool waits_for_head(const koila_graph *g, koila_node n, call *out)
+{
+    uint64_t ignored;
+    *out = (call){ koila_node_get(g, n).sig, KOILA_NONE, false };
+    return is_attention(out->sig) && !koila__workspace_known(NULL, out->sig, 0, 0, &ignored) &&
+           is_on_cpu(out);
+}
+
+/* Of a recorded step; or of a plan's graph, the calls outside of its loops. */
+static void probe_heads(const koila_graph *g, const koila_plan *plan)
+{
+    PyObject *guard = NULL;
+    for (koila_node n = 0; n < koila_graph_n_nodes(g); n++) {
+        call c;
+        if ((plan && koila_plan_in_loop(plan, n)) || !waits_for_head(g, n, &c))
+            continue;
+        if (!guard && !(guard = PyObject_CallNoArgs(koila__torch.guards)))
+            break;
+        probe_head(c.sig, plan ? 0 : batch_of(g, &c));
+    }
+    PyErr_Clear();
+    Py_XDECREF(guard);
+}
+
 void koila__probe_graph(const koila_graph *g, int64_t rows)
 {
     PyObject *guard = NULL;
     int64_t few = 0;
     if (!can_measure())
         return;
+    probe_heads(g, NULL);
     for (koila_node n = 0; n < koila_graph_n_nodes(g); n++) {
         call c;
         if (!is_probed(g, n, &c))
@@ -499,6 +585,7 @@ void koila__probe_plan(const koila_plan *plan)
     int64_t few = 0;
     if (!can_measure())
         return;
+    probe_heads(g, plan);
     probe_parts(plan);
     for (koila_node n = 0; n < koila_graph_n_nodes(g); n++) {
         call c;
