@@ -49,6 +49,7 @@ typedef struct inner_step {
     VEC(koila_value) random; /* results of the calls that stay in the loop */
     instr_vec before;        /* slices, fetches and random calls */
     double work;             /* of its calls, all rows */
+    double row_work;         /* of those of `graph` */
     uint64_t outer_bytes;    /* that are held beside the inner step */
     koila_plan *plan;
 } inner_step;
@@ -124,6 +125,7 @@ static koila_status append(builder *b, koila_sig call, const koila_value *inputs
 {
     KOILA_TRY(koila_graph_node(b->s->graph, call, inputs, KOILA_NONE, first));
     PUSH(b, &b->s->nodes, n);
+    b->s->row_work += koila__cost_of(b->t, koila__sig(b->t, call)).work;
     return KOILA_OK;
 }
 
@@ -617,6 +619,14 @@ static void step_free(builder *b, inner_step *s)
     koila_plan_free(s->plan);
 }
 
+/* The work of the step's plan by that of the calls that the loop has. Without loops over time
+ * (unroll.c) the plan has fewer bytes to move than was recorded, and tells its work by its own. */
+static double work_of_row(const inner_step *s, const koila_plan_info *inner)
+{
+    const bool is_less = inner->work_recorded > 0 && inner->work_recorded < s->row_work;
+    return is_less ? inner->replay_ratio * s->row_work : inner->work;
+}
+
 /* The facts of the inner plans, and the work with them: a loop's calls ran in all rows, so do the
  * inner step's. */
 static void tell_info(builder *b)
@@ -628,7 +638,7 @@ static void tell_info(builder *b)
         if (!s->plan)
             continue;
         const koila_plan_info inner = koila_plan_get(s->plan);
-        b->p->schedule.work += inner.work * (double)info->batch - s->work;
+        b->p->schedule.work += work_of_row(s, &inner) * (double)info->batch - s->work;
         info->n_again += inner.n_again;
         info->n_inner++;
         if (info->n_inner > 1 && inner.peak_bytes <= most)

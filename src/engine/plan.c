@@ -7,10 +7,10 @@
  * better plan wins.
  *
  * If no number of rows fits, other axes of the batch are tried, where the caller allows it: the
- * likeliest first, each placed once, with gathered values sliced again. The first that fits at
- * moderate work is taken, else the least work of those that fit. src/engine/axes.c finds them. If
- * none fits with all rows in a slice, the rows run one by one, each cut along another axis:
- * src/engine/both.c. At last results are dropped: src/engine/drops.c.
+ * likeliest first, each placed once, with gathered values sliced again. The first that fits in
+ * little time is taken. src/engine/axes.c finds them. If none does, that of the least time is
+ * compared with the rows one by one, each cut along another axis: src/engine/both.c. At last
+ * results are dropped: src/engine/drops.c.
  *
  * Where nothing fits, the error tells the least that was found. A way that is bound to need more
  * than the budget, and no less than the least plan so far, is not made.
@@ -295,11 +295,18 @@ static void note_least(koila__planning *q, const koila__tried *t)
     note_made(q, q->other.peak_bytes);
 }
 
-/* Is its way along another axis so good that no other is tried? */
+/* Is it with results dropped so good that no other axis is tried so? */
 static bool is_cheap(const koila__planning *q, const koila__tried *t)
 {
     return koila__way_fits(q, &t->way) &&
            t->way.schedule.work <= KOILA_COST_MODERATE * t->way.schedule.work_recorded;
+}
+
+/* Does it fit, in no more time than computing the forward pass again takes? Then nothing else that
+ * cuts another axis is tried: each takes the time of planning once more. */
+static bool is_quick(const koila__planning *q, const koila__tried *t)
+{
+    return koila__way_fits(q, &t->way) && !is_slower(&t->way, KOILA_COST_FORWARD_AGAIN);
 }
 
 static void forget_tried(koila__planning *q)
@@ -309,7 +316,7 @@ static void forget_tried(koila__planning *q)
     q->n_tried = 0;
 }
 
-/* Finds the best way along each axis, up to the first that is cheap. */
+/* Finds the best way along each axis, up to the first that is quick. */
 static koila_status try_axes(koila__planning *q)
 {
     koila__axis axes[KOILA__MOST_WAYS];
@@ -334,7 +341,7 @@ static koila_status try_axes(koila__planning *q)
             return status;
         q->n_tried++;
         note_least(q, t);
-        if (is_cheap(q, t))
+        if (is_quick(q, t))
             break;
     }
     return KOILA_OK;
@@ -708,7 +715,8 @@ static koila_status plan_rows(koila__planning *q)
     return KOILA_OK;
 }
 
-/* Rows; where these do not fit, another axis; then both; then another axis with results dropped. */
+/* Rows; where these do not fit, the best of both together and another axis alone; then another axis
+ * with results dropped. */
 static koila_status plan_axes(koila__planning *q)
 {
     const koila_plan_options *o = q->options;
@@ -719,13 +727,15 @@ static koila_status plan_axes(koila__planning *q)
     KOILA_TRY(plan_rows(q));
     if (o->axes == KOILA_AXES_ROWS || o->rows > 0 || !rows_do_not_fit(q))
         return KOILA_OK;
-    KOILA_TRY(plan_other_axis(q));
+    KOILA_TRY(try_axes(q));
+    const koila__tried *best = best_tried(q);
+    if (o->recomputes && !(best && is_quick(q, best))) {
+        const koila_status status = plan_both(q);
+        if (status != KOILA_OK && status != KOILA_OOM && status != KOILA_UNSUPPORTED)
+            return status;
+    }
+    KOILA_TRY(take_other_axis(q));
     if (!o->recomputes || !rows_do_not_fit(q))
-        return KOILA_OK;
-    const koila_status status = plan_both(q);
-    if (status != KOILA_OK && status != KOILA_OOM && status != KOILA_UNSUPPORTED)
-        return status;
-    if (!rows_do_not_fit(q))
         return KOILA_OK;
     KOILA_TRY(drop_along_axes(q));
     return take_other_axis(q);

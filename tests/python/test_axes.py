@@ -175,8 +175,8 @@ def needs(model, data, loss):
     return plan.measured_peak_bytes - base - gradients, gradients
 
 
-# which need rows and tokens cut at once, with two samples
-BOTH = ("gpt2", "llama", "mistral", "qwen2", "bert", "vit", "unet3d")
+# which need rows and tokens cut at once, with two samples, or take less time so
+BOTH = ("mlp", "gpt2", "llama", "mistral", "qwen2", "bert", "vit", "unet3d")
 
 
 @counted
@@ -244,7 +244,7 @@ def test_a_sample_that_does_not_fit_trains(name, samples, share):
     else:  # computing the forward pass again is less work
         assert plan.n_recomputed and plan.replay_ratio < 1.4
     assert plan.measured_peak_bytes - plan.base_bytes <= limit
-    assert plan.retries == 0
+    assert plan.retries == 0 and plan.replay_ratio >= 1
     assert 0.995 <= plan.predicted_peak_bytes / plan.measured_peak_bytes <= 1.02
     assert_same(got, expected)
     clear(model)
@@ -485,6 +485,25 @@ def test_along_tokens_more_memory_is_never_more_time():
     assert plans[0].time_ratio > 1.3 * plans[-1].time_ratio
     # a planted fault: the way of the smallest budget at the largest
     assert slower_than_before([p.time_ratio for p in (*plans[1:], plans[0])])
+
+
+@counted
+@pytest.mark.parametrize("name", ["llama", "t5", "bert"])
+def test_of_two_samples_more_memory_is_never_more_time(name):
+    """Both rows and tokens cut, tokens alone, or source and target: the least time of all that
+    fit. (By tokens alone Llama took 1.7 of it, T5 along one of its axes 1.2, BERT 1.1.)"""
+    make, data, loss = MODELS[name]
+    torch.manual_seed(5)
+    model, batch = make(), data(2)
+    room, gradients = needs(model, batch, loss)
+    times = []
+    for share in (0.3, 0.325, 0.35, 0.45, 0.475, 0.65, 0.75):
+        with only(int(gradients + share * room)):
+            koila_step(model, loss, batch)
+        times.append(koila.last_plan().time_ratio)
+        clear(model)
+    assert not slower_than_before(times), times
+    assert times[0] > 1.3 * times[-1]
 
 
 @counted
