@@ -130,7 +130,7 @@ static PyObject *zeros_of(koila_meta meta, const int64_t *sizes)
     for (uint32_t d = 0; d < m->n_dims; d++) {
         int64_t apart = m->stride[d];
         for (uint32_t e = 0; e < m->n_dims; e++) /* so that a slice is as dense as the whole */
-            if (m->stride[e] < m->stride[d] && sizes[e] != m->size[e])
+            if (m->stride[e] > 0 && m->stride[e] < m->stride[d] && sizes[e] != m->size[e])
                 apart = apart / m->size[e] * sizes[e];
         PyTuple_SET_ITEM(size, d, PyLong_FromLongLong(sizes[d]));
         PyTuple_SET_ITEM(stride, d, PyLong_FromLongLong(apart));
@@ -340,8 +340,8 @@ static void probe_lines(koila_sig sig, const lines *x)
 
 /* ---- attention to all queries */
 
-/* Inputs from this one on that count samples and heads in their first dimensions: neither a mask
- * [queries, keys] nor a number. */
+/* Inputs of so many dimensions count samples and heads in the first two; those of fewer do not: a
+ * mask [queries, keys]. */
 enum { FEWEST_DIMS_WITH_HEADS = 3, N_HEAD_DIMS = 2 };
 
 static bool is_attention(koila_sig sig)
