@@ -435,10 +435,10 @@ def test_fastest_settles_on_a_size_that_fits_and_stays_exact():
     sizes = []
     # on a GPU the budget holds the products' workspaces too
     with koila.micro_batch("fastest"), koila.budget("64MiB" if DEVICE == "cpu" else "256MiB"):
-        for _ in range(12):
+        while len(sizes) < 8 or len(set(sizes[-5:])) > 1:
             model.zero_grad()
             x, y = lazy(x0, y0)
             F.cross_entropy(model(x), y).backward()
             assert torch.allclose(model.weight.grad, expected, rtol=1e-12)
             sizes.append(koila.last_plan().micro_batch)
-    assert len(set(sizes[-3:])) == 1
+            assert len(sizes) < 100, "the sizes are tried without end"

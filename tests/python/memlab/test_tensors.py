@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
 import weakref
 
 import memlab_helpers
@@ -419,18 +420,19 @@ def test_storages_older_than_the_hook_count():
     ), p.stdout + p.stderr
 
 
-def test_hundred_thousand_tensors_in_a_second_or_so():
-    import time
-
-    many = [torch.empty(4) for _ in range(100_000)]
-    r = MemReporter()
-    best = 9
-    for _ in range(3):
-        t = time.perf_counter()
-        collected(r)
-        best = min(best, time.perf_counter() - t)
-    assert best < 4, best  # the target of 1 s is measured in bench/bench_memlab.py
-    del many
+def test_the_time_of_a_report_grows_no_faster_than_the_number_of_tensors():
+    """How long it takes is measured in bench/bench_memlab.py."""
+    seconds, many = [], []
+    for n in (10_000, 100_000):
+        many += [torch.empty(4) for _ in range(n - len(many))]
+        r = MemReporter()
+        took = []
+        for _ in range(3):
+            start = time.process_time()
+            collected(r)
+            took.append(time.process_time() - start)
+        seconds.append(min(took))
+    assert seconds[1] < 30 * seconds[0], "one that compares each with each takes 100 times as long"
 
 
 # ---- snapshot, diff
