@@ -31,6 +31,7 @@ napoleon_numpy_docstring = False
 html_theme = "furo"
 html_title = f"koila {version}"
 html_static_path = ["static"]
+templates_path = ["templates"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False

@@ -62,7 +62,7 @@ class Courtesy:
         ValueError: no such device, or `to` is none of the three.
         UnsupportedError: CUDA graphs are being captured or alive. Nothing was moved.
         MemoryError, OutOfMemory: no room on the host, or on the device at restore; the text says
-        how many bytes are missing.
+            how many bytes are missing.
 
     >>> with Courtesy("cpu", to=".", optimizers=[optimizer]) as lent:
     ...     lent.yielded
