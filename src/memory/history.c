@@ -335,14 +335,18 @@ static void write_flames(page *pg)
     }
     koila__text_puts(pg->out, "</div>\n");
 }
+/* Lines that never held a byte come last in the order, and are left out. */
 static void write_legend(page *pg)
 {
     char size[32];
+    uint32_t n = 0;
+    while (n < pg->n_groups && pg->groups[pg->order[n]].highest)
+        n++;
     koila__text_puts(
         pg->out,
         "<div class=\"wide\"><table>\n<tr><th></th><th>at the peak</th><th>at most</th><th>in "
         "all</th><th>blocks</th><th class=\"l\">line</th></tr>\n");
-    for (uint32_t i = 0; i < pg->n_groups && i < 60; i++) {
+    for (uint32_t i = 0; i < n && i < 60; i++) {
         const group_sums *g = &pg->groups[pg->order[i]];
         koila__text_printf(pg->out, "<tr><td style=\"background:%s\">&nbsp;</td>",
                            colours[g->shown]);
@@ -354,10 +358,10 @@ static void write_legend(page *pg)
         koila__text_html(pg->out, label(pg, pg->order[i]));
         koila__text_puts(pg->out, "</td></tr>\n");
     }
-    if (pg->n_groups > 60)
+    if (n > 60)
         koila__text_printf(
             pg->out, "<tr><td></td><td colspan=\"5\" class=\"l\">and %u more lines</td></tr>\n",
-            pg->n_groups - 60);
+            n - 60);
     koila__text_puts(pg->out, "</table></div>\n");
 }
 

@@ -94,6 +94,24 @@ TEST(history__equals_a_model_that_keeps_the_set_of_live_blocks)
     }
 }
 
+TEST(history__the_page_names_lines_that_held_something)
+{
+    static const uint32_t identity[] = { 0, 1, 2 };
+    koila__history h;
+    koila__text out;
+    koila__history_init(&h, 10, NULL);
+    koila__history_begin(&h);
+    koila__history_add(&h, 1, (const void *)(uintptr_t)64, 100, 1);
+    CHECK(koila__history_solve(&h) == KOILA_OK);
+    koila__text_init(&out, NULL);
+    CHECK(koila__history_body(&h, identity, 3, name_of, NULL, &out) == KOILA_OK);
+    const char *legend = strstr(out.s, "at the peak</th>");
+    CHECK(legend && strstr(legend, "a.py:1<") && !strstr(legend, "a.py:22") &&
+          !strstr(legend, "line not known"));
+    koila__text_deinit(&out);
+    koila__history_deinit(&h);
+}
+
 TEST(history__ends_at_its_limit_and_says_how_much_is_missing)
 {
     koila__history h;
