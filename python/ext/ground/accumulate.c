@@ -4,7 +4,7 @@
  * (AccumulateGrad, torch/csrc/autograd/functions/accumulate_grad.h). Where the leaf has no gradient
  * yet, and the new one has the leaf's strides and nobody else owns it, the node makes it the
  * leaf's `.grad` as it is. Where nobody watches either, that is all, and setting `.grad` does the
- * same for a tenth of what a run of the engine costs. In any other case the engine is asked.
+ * same for an eighth of what a run of the engine costs. In any other case the engine is asked.
  *
  * All leaves are looked at before the first one is set.
  */
