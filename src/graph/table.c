@@ -273,8 +273,6 @@ const koila_meta_info *koila_meta_get(const koila_table *t, koila_meta meta)
     return meta < t->metas.n ? t->metas.at[meta] : NULL;
 }
 
-bool koila_meta_is_dense(const koila_meta_info *m) { return m->n_storage_bytes == m->n_bytes; }
-
 bool koila_meta_is_contiguous(const koila_meta_info *m)
 {
     int64_t expect = 1;
@@ -311,6 +309,19 @@ void koila_dense_strides(const koila_meta_info *like, const int64_t *size, int64
         if (size[d] > 1)
             step *= size[d];
     }
+}
+
+bool koila_meta_is_dense(const koila_meta_info *m)
+{
+    int64_t expect[KOILA_MAX_DIMS];
+    if (m->n_storage_bytes != m->n_bytes)
+        return false;
+    /* as many elements as there is room for, but some may lie on each other beside a gap */
+    koila_dense_strides(m, m->size, expect);
+    for (uint32_t d = 0; d < m->n_dims && m->n_bytes && m->stride; d++)
+        if (m->size[d] > 1 && m->stride[d] != expect[d])
+            return false;
+    return true;
 }
 
 /* ---- signatures */

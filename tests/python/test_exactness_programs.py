@@ -1306,3 +1306,22 @@ def test_a_random_program_whose_softmax_was_laid_out_otherwise():
 
 def test_ce_is_the_oracle_s_loss():
     compare(lambda: MLP().double(), rows_of(5), ce, slices=(WHOLE, RAGGED))
+
+
+@pytest.mark.parametrize("n", [None, 4, 3, 1])
+def test_an_expanded_view_may_have_as_many_elements_as_its_memory(n):
+    """Two of four places, each twice: it does not fill that memory, so nothing is added to it."""
+
+    def program(wrap):
+        torch.manual_seed(0)
+        w = torch.randn(4, dtype=D, requires_grad=True)
+        x = wrap(torch.randn(6, 4, dtype=D)) * w
+        row = x.sum(0)[::3].unsqueeze(-1).expand(-1, 2)
+        rows_ = x[:, ::3].unsqueeze(-1).expand(-1, -1, 2)
+        told = [plain(t.detach()) for t in (row, rows_, rows_ * 2)]
+        (row.sin().sum() + rows_.cos().sum()).backward()
+        return [*told, w.grad]
+
+    with koila.micro_batch(n):
+        for got, expected in zip(program(lazy), program(lambda x: x), strict=True):
+            assert torch.allclose(got, expected, rtol=1e-12, atol=0)

@@ -50,10 +50,23 @@ TEST(graph__dense_strides_keep_the_order_of_the_dimensions)
     like.stride = equal;
     koila_dense_strides(&like, size, stride);
     CHECK(stride[3] == 1 && stride[0] == 15);
-    like.n_bytes = like.n_storage_bytes = 120;
-    CHECK(koila_meta_is_dense(&like));
-    like.n_storage_bytes = 124;
-    CHECK(!koila_meta_is_dense(&like));
+}
+
+TEST(graph__dense_is_each_element_of_the_storage_once)
+{
+    const int64_t size[] = { 2, 3, 1, 5 };
+    const int64_t turned[] = { 1, 10, 77, 2 }; /* the stride of one element is never taken */
+    koila_meta_info m = { .n_dims = 4, .size = size, .stride = turned };
+    m.n_bytes = m.n_storage_bytes = 120;
+    CHECK(koila_meta_is_dense(&m));
+    m.n_storage_bytes = 124;
+    CHECK(!koila_meta_is_dense(&m));
+    const int64_t square[] = { 2, 2 };
+    const int64_t expanded[] = { 3,
+                                 0 }; /* four elements in room for four: two places, twice each */
+    m = (koila_meta_info){ .n_dims = 2, .size = square, .stride = expanded };
+    m.n_bytes = m.n_storage_bytes = 16;
+    CHECK(!koila_meta_is_dense(&m));
 }
 
 TEST(graph__contiguous_is_one_element_after_the_other)

@@ -28,23 +28,6 @@ static bool has_hooks(PyObject *leaf)
     return hooks[0] != hooks[1] || *koila__shim.later_hooks(koila__tensor_handle(leaf));
 }
 
-/* Do the elements fill one block of memory, each in a place of its own? */
-static bool is_dense(const koila_meta_info *m)
-{
-    int64_t expect = 1;
-    uint32_t n_left = 0;
-    for (uint32_t d = 0; d < m->n_dims; d++)
-        n_left += m->size[d] != 1;
-    for (uint32_t d = 0; d < m->n_dims && n_left; d++) {
-        if (m->size[d] == 1 || m->stride[d] != expect)
-            continue;
-        expect *= m->size[d];
-        n_left--;
-        d = UINT32_MAX; /* from the first dimension on */
-    }
-    return !n_left;
-}
-
 /* Has the leaf no gradient yet? */
 static bool is_empty(PyObject *leaf)
 {
@@ -73,7 +56,7 @@ static bool is_taken(PyObject *leaf, PyObject *gradient)
         koila__requires_grad(gradient) || has_hooks(leaf) || !is_empty(leaf))
         return false;
     return koila__meta_of(leaf, &a) == 0 && koila__meta_of(gradient, &b) == 0 && a == b &&
-           is_dense(koila_meta_get(koila__table, a)) && is_alone(gradient);
+           koila_meta_is_dense(koila_meta_get(koila__table, a)) && is_alone(gradient);
 }
 
 /* Are all leaves among these nodes, which nobody watches? */
