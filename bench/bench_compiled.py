@@ -149,13 +149,18 @@ def told(plan):
     return f"predicted : measured {plan.predicted_peak_bytes / plan.measured_peak_bytes:6.4f}"
 
 
-def compare_loops(name, n_rounds):
-    """koila.compile() of the model, against the compiled model by hand."""
+def prepared(name):
+    """A new model, the same compiled, a batch, and the rows of a slice."""
     make, batch, rows = MODELS[name]
     torch.manual_seed(0)
     model = make()
     x, y = batch()
-    compiled = torch.compile(model)
+    return model, torch.compile(model), x, y, rows
+
+
+def compare_loops(name, n_rounds):
+    """koila.compile() of the model, against the compiled model by hand."""
+    model, compiled, x, y, rows = prepared(name)
     times, peaks = {by_hand: [], with_loops: []}, {}
     for _ in range(3):
         measured(by_hand, compiled, x, y, rows)
@@ -180,11 +185,8 @@ def compare_loops(name, n_rounds):
 
 
 def compare(name, n_rounds):
-    make, batch, rows = MODELS[name]
-    torch.manual_seed(0)
-    model = make()
-    x, y = batch()
-    compiled = torch.compile(model)
+    """The compiled model with koila, against the same by hand."""
+    model, compiled, x, y, rows = prepared(name)
     by_hand(model, x, y, rows)
     plain = [p.grad.clone() for p in model.parameters()]
     steps = {"by hand": by_hand, "koila": with_koila}

@@ -140,36 +140,35 @@ static void set_aside(koila__settings *s, PyObject *o)
         s->aside = PyObject_IsTrue(o) == 1 ? KOILA__ASIDE_ON : KOILA__ASIDE_OFF;
 }
 
+/* Which of n names it is; `otherwise`: it was not given (NULL), or it is none, with an exception. */
+static int number_of(PyObject *name, const char *const *names, size_t n, int otherwise,
+                     const char *expected)
+{
+    if (!name)
+        return otherwise;
+    for (size_t i = 0; i < n && PyUnicode_Check(name); i++)
+        if (PyUnicode_CompareWithASCIIString(name, names[i]) == 0)
+            return (int)i;
+    PyErr_SetString(PyExc_ValueError, expected);
+    return otherwise;
+}
+
 static void set_axes(koila__settings *s, PyObject *axes)
 {
-    for (int i = KOILA__CUT_ANY; i <= KOILA__CUT_BOTH; i++)
-        if (PyUnicode_Check(axes) && PyUnicode_CompareWithASCIIString(axes, axes_names[i]) == 0) {
-            s->axes = i;
-            return;
-        }
-    PyErr_SetString(PyExc_ValueError, "axes must be \"any\", \"batch\", \"other\" or \"both\"");
+    s->axes = number_of(axes, axes_names, KOILA_COUNT(axes_names), s->axes,
+                        "axes must be \"any\", \"batch\", \"other\" or \"both\"");
 }
 
 static void set_slices(koila__settings *s, PyObject *slices)
 {
-    for (int i = KOILA__SLICES_AUTO; i <= KOILA__SLICES_FASTEST; i++)
-        if (PyUnicode_Check(slices) &&
-            PyUnicode_CompareWithASCIIString(slices, slices_names[i]) == 0) {
-            s->slices = i;
-            return;
-        }
-    PyErr_SetString(PyExc_ValueError, "slices must be \"auto\", \"fewest\" or \"fastest\"");
+    s->slices = number_of(slices, slices_names, KOILA_COUNT(slices_names), s->slices,
+                          "slices must be \"auto\", \"fewest\" or \"fastest\"");
 }
 
 static void set_compile(koila__settings *s, PyObject *compile)
 {
-    for (int i = KOILA__COMPILE_OFF; i <= KOILA__COMPILE_AUTO; i++)
-        if (PyUnicode_Check(compile) &&
-            PyUnicode_CompareWithASCIIString(compile, compile_names[i]) == 0) {
-            s->compile = i;
-            return;
-        }
-    PyErr_SetString(PyExc_ValueError, "compile must be \"off\", \"on\" or \"auto\"");
+    s->compile = number_of(compile, compile_names, KOILA_COUNT(compile_names), s->compile,
+                           "compile must be \"off\", \"on\" or \"auto\"");
 }
 
 static void set_budget(koila__settings *s, PyObject *budget, PyObject *cpu_budget,
@@ -219,12 +218,9 @@ static PyObject *py_configure(PyObject *self, PyObject *args, PyObject *kw)
         s.own_budget = true;
         set_budget(&s, budget, cpu_budget, resident);
     }
-    if (axes)
-        set_axes(&s, axes);
-    if (slices)
-        set_slices(&s, slices);
-    if (compile)
-        set_compile(&s, compile);
+    set_axes(&s, axes);
+    set_slices(&s, slices);
+    set_compile(&s, compile);
     if (host)
         s.no_host = PyObject_IsTrue(host) != 1;
     if (!PyErr_Occurred() && s.rows < 0)
@@ -259,8 +255,7 @@ static PyObject *py_configure_process(PyObject *self, PyObject *args, PyObject *
     koila__settings s = process;
     if (budget)
         set_budget(&s, budget, cpu_budget, resident);
-    if (slices)
-        set_slices(&s, slices);
+    set_slices(&s, slices);
     if (PyErr_Occurred())
         return NULL;
     process = s;
