@@ -10,7 +10,6 @@ import sys
 import xml.etree.ElementTree
 
 import pytest
-from conftest import DEVICE
 
 from koila import _pages
 
@@ -19,14 +18,13 @@ PICTURES = sorted((ROOT / "docs").rglob("*.svg"))
 sys.path.insert(0, str(ROOT / "tools"))
 import screenshots  # noqa: E402
 
+pytestmark = pytest.mark.about_the_cpu("the program of the pages runs there")
 NAMES = ("plan", "timeline", "lines", "tensors", "cell")
 WINDOW = 400  # pixels
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    if DEVICE != "cpu":
-        pytest.skip("the program of the pages runs on the CPU")
     pytest.importorskip("IPython")
     found = screenshots.pages_of_koila(tmp_path_factory.mktemp("pages"))
     return {file.stem: file.read_text(encoding="utf-8") for file in found}
