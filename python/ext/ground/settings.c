@@ -140,7 +140,7 @@ static void set_aside(koila__settings *s, PyObject *o)
         s->aside = PyObject_IsTrue(o) == 1 ? KOILA__ASIDE_ON : KOILA__ASIDE_OFF;
 }
 
-/* Which of n names it is; `otherwise`: it was not given (NULL), or it is none, with an exception. */
+/* Which of n names it is. `otherwise`: it was not given (NULL), or is none, with an exception. */
 static int number_of(PyObject *name, const char *const *names, size_t n, int otherwise,
                      const char *expected)
 {
