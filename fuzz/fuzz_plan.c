@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "../tests/unit/random_graph.h"
+#include "../tests/unit/same_plan.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n);
 
@@ -12,28 +13,6 @@ static int ignore(void *user, const char *s, size_t n)
     (void)s;
     *(size_t *)user += n;
     return 0;
-}
-
-static bool same_plan(const koila_plan *a, const koila_plan *b)
-{
-    const koila_plan_info x = koila_plan_get(a);
-    const koila_plan_info y = koila_plan_get(b);
-    if (x.n_stages != y.n_stages || x.peak_bytes != y.peak_bytes || x.rows != y.rows ||
-        x.n_gathers != y.n_gathers)
-        return false;
-    for (uint32_t k = 0; k < x.n_stages; k++) {
-        const koila_stage *s = koila_plan_stage(a, k);
-        const koila_stage *t = koila_plan_stage(b, k);
-        if (s->is_loop != t->is_loop || s->axis != t->axis || s->n_instrs != t->n_instrs ||
-            s->peak_bytes != t->peak_bytes)
-            return false;
-        for (uint32_t i = 0; i < s->n_instrs; i++)
-            if (s->instrs[i].kind != t->instrs[i].kind ||
-                s->instrs[i].flags != t->instrs[i].flags ||
-                s->instrs[i].steal != t->instrs[i].steal || s->instrs[i].id != t->instrs[i].id)
-                return false;
-    }
-    return true;
 }
 
 /* The peak of the plan, UINT64_MAX when there is none. */

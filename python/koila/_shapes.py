@@ -384,6 +384,14 @@ def _rnn_workspace(args: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, .
             )
 
     more = min(rows, 2 * max(4, torch.get_num_threads()))
+    return _with_workspace(said, n_bytes, rows, more)
+
+
+def _with_workspace(
+    said: tuple[Any, ...], n_bytes: Callable[[int], int], rows: int, more: int
+) -> tuple[Any, ...]:
+    """`said`, with the size that `n_bytes(rows)` would tell: of at most `more` rows it is asked for,
+    and beyond them it grows linearly."""
     few = (more + 1) // 2
     try:
         size = n_bytes(more)
@@ -415,16 +423,7 @@ def _cudnn_reserve(args: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, .
             call = (zeros(x, at), [zeros(w) for w in weights], args[2], zeros(buffer), *state)
             return int(aten._cudnn_rnn.default(*call, *args[6:])[3].numel())
 
-    rows = x.size(at)
-    more = min(rows, 8)
-    few = (more + 1) // 2
-    try:
-        size = n_bytes(more)
-        if more < rows:
-            size += (size - n_bytes(few)) * (rows - more) // (more - few)
-    except RuntimeError:
-        return said
-    return said[0], said[1], (size,), (1,), 0
+    return _with_workspace(said, n_bytes, x.size(at), min(x.size(at), 8))
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
