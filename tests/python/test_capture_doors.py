@@ -577,6 +577,20 @@ def test_as_strided_of_a_view_is_differentiated_as_eager_does(x, within, written
             assert torch.allclose(step(lazy(x)), step(x), rtol=1e-12)
 
 
+def test_as_strided_does_not_count_from_the_middle_of_the_memory(x):
+    """A batch is often some rows of a larger tensor. Eager counts an offset from its first row."""
+    rows = x[1:4]
+    batch = lazy(rows)
+    with pytest.raises(UnsupportedError, match="clone"):
+        batch.as_strided((2,), (1,), 0)
+    with pytest.raises(UnsupportedError, match="clone"):
+        batch[1:].as_strided((2,), (1,), 0)
+    assert torch.equal(koila.run(batch.as_strided((2,), (1,)) * 1), rows.as_strided((2,), (1,)))
+    whole = lazy(rows.clone())
+    assert torch.equal(koila.run(whole.as_strided((2,), (1,), 1) * 1), rows[0, 1:3])
+    assert torch.equal(koila.run((batch * 1).as_strided((2,), (1,), 1) * 1), rows[0, 1:3])
+
+
 @pytest.mark.parametrize("stride", [(2, 1, 2, 6), (12, 6, 2, 1), (99, 1, 2, 8)])
 @pytest.mark.parametrize("rows", [None, 1])
 def test_a_write_through_as_strided_lands_whatever_the_strides(stride, rows):

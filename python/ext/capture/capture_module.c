@@ -128,6 +128,16 @@ static int read_axis(const koila__tape *t, koila_meta meta, PyObject *axis_arg, 
     return 0;
 }
 
+/* Does the memory of leaf `real` begin before it? -1 + error. */
+static int see_beginning(koila__group *g, PyObject *real)
+{
+    PyObject *at = PyObject_CallMethod(real, "storage_offset", NULL);
+    const int is_within = at ? PyObject_IsTrue(at) : -1;
+    Py_XDECREF(at);
+    g->begins_within = is_within > 0;
+    return is_within < 0 ? -1 : 0;
+}
+
 /* A new lazy tensor for value v. It requires a gradient if `real` does. */
 static PyObject *wrap_leaf(koila__tape *t, koila_value v, koila_meta meta, PyObject *real)
 {
@@ -137,6 +147,10 @@ static PyObject *wrap_leaf(koila__tape *t, koila_value v, koila_meta meta, PyObj
     PyObject *w = koila__wrapper_new(g, NULL, v, meta, 0);
     if (!w) {
         koila__group_free(g);
+        return NULL;
+    }
+    if (see_beginning(g, real) < 0) {
+        Py_DECREF(w);
         return NULL;
     }
     PyObject *grad = PyObject_GetAttrString(real, "requires_grad");
@@ -192,6 +206,11 @@ static PyObject *py_is_conjugated(PyObject *module, PyObject *o)
 {
     const koila__handle *h = koila__lazy_class && koila__is_lazy(o) ? koila__handle_of(o) : NULL;
     return PyBool_FromLong(h && koila__chain_conjugated(h->chain));
+}
+
+static PyObject *py_begins_within(PyObject *module, PyObject *o)
+{
+    return PyBool_FromLong(koila__begins_within(o));
 }
 
 static PyObject *py_is_lazy(PyObject *module, PyObject *o)
@@ -712,6 +731,8 @@ static PyMethodDef methods[] = {
     { "axis", py_axis, METH_O, "axis(size): a new batch axis of the open tape" },
     { "lazy_leaf", py_lazy_leaf, METH_VARARGS, "lazy_leaf(tensor, axis | None, dim)" },
     { "is_lazy", py_is_lazy, METH_O, "is_lazy(x)" },
+    { "begins_within", py_begins_within, METH_O,
+      "begins_within(lazy): is its memory that of a leaf, which begins in the middle of it?" },
     { "is_conjugated", py_is_conjugated, METH_O,
       "is_conjugated(lazy): is it a conjugate view of its base?" },
     { "concrete", py_concrete, METH_O, "concrete(lazy) -> Tensor" },

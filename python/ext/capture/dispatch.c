@@ -54,7 +54,7 @@ static PyObject *dispatch_op(const op_info *op, PyObject *args, PyObject *kwargs
         return koila__record_view(op, args, kwargs);
     case STRIDED:
         if (PyTuple_GET_SIZE(args) < 4 || PyTuple_GET_ITEM(args, 3) == Py_None ||
-            PyDict_GET_SIZE(kwargs))
+            PyDict_GET_SIZE(kwargs) || koila__begins_within(PyTuple_GET_ITEM(args, 0)))
             break;
         return koila__record_view(op, args, kwargs);
     case INDEX:
