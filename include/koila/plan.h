@@ -161,6 +161,9 @@ typedef struct koila_plan_options {
     /** Bytes of workspace that an operator uses beyond its inputs and outputs, for a call on `rows`
      * of `batch` rows (both 0: whole). NULL: always 0. `user` is passed on. */
     uint64_t (*workspace)(void *user, koila_sig sig, int64_t rows, int64_t batch);
+    /** Bytes by which a backward of KOILA_FACT_OPAQUE_BACKWARD stays below what it is given and its
+     * results together, for it frees the one while it makes the other. As `workspace`. */
+    uint64_t (*spared)(void *user, koila_sig sig, int64_t rows, int64_t batch);
     void *user;
     /** Shall this plan be taken? Called for plans whose sum of live bytes fits the budget: fewest
      * slices first, then least work. Once one is taken, some of the skipped slice counts are tried

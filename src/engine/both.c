@@ -421,9 +421,9 @@ static bool note_bytes(void *user, uint32_t stage, koila_node node, uint64_t byt
 static koila_status weigh(builder *b, koila__stage *stages, const koila_plan_options *o)
 {
     koila__schedule around = b->p->schedule;
-    const koila__live_options live = { .rows = b->p->rows,
-                                       .workspace = o->workspace,
-                                       .user = o->user };
+    const koila__live_options live = {
+        .rows = b->p->rows, .workspace = o->workspace, .spared = o->spared, .user = o->user
+    };
     uint64_t *most = koila__arena_array(&b->tmp, around.n_stages, sizeof *most);
     if (!most)
         return KOILA_NO_MEMORY;
@@ -497,6 +497,7 @@ static koila_status plan_step(builder *b, inner_step *s, const koila_plan_option
     if (o->workspace) {
         KOILA_TRY(find_twins(b, s, o, &known));
         inner.workspace = workspace_of_row;
+        inner.spared = NULL;
         inner.user = &known;
     }
     inner.accepts = NULL;
@@ -581,9 +582,9 @@ static koila_status tell_stages(builder *b, const koila_plan_options *o)
 {
     const bool is_forced = o->axes == KOILA_AXES_BOTH;
     const koila__schedule *schedule = &b->p->schedule;
-    const koila__live_options live = { .rows = b->p->rows,
-                                       .workspace = o->workspace,
-                                       .user = o->user };
+    const koila__live_options live = {
+        .rows = b->p->rows, .workspace = o->workspace, .spared = o->spared, .user = o->user
+    };
     uint64_t *peaks = koila__arena_array(&b->tmp, schedule->n_stages, sizeof *peaks);
     if (!peaks)
         return KOILA_NO_MEMORY;

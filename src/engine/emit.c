@@ -323,6 +323,9 @@ static void begin_results(work_state *w, const emission *x)
 {
     const koila_sig_info *s = x->s;
     const bool alias = w->aliases[x->n];
+    koila__event_kind alloc = x->j != KOILA_NONE ? KOILA__LOCAL_ALLOC : KOILA__WHOLE_ALLOC;
+    if (x->j != KOILA_NONE && koila_op_facts(w->g->table, s->op) & KOILA_FACT_OPAQUE_BACKWARD)
+        alloc = KOILA__LOCAL_MADE;
     for (uint32_t o = 0; o < s->n_outputs; o++) {
         const koila_value v = w->span[x->n].out + o;
         if (s->outputs[o] == KOILA_NONE)
@@ -342,7 +345,7 @@ static void begin_results(work_state *w, const emission *x)
         begin_value(w->s, v, is_none ? OWNER_NONE : OWNER_SCOPE);
         w->s[v].shared = w->p->node[x->n].sums;
         if (!is_none)
-            event(w, x->j != KOILA_NONE ? KOILA__LOCAL_ALLOC : KOILA__WHOLE_ALLOC, v);
+            event(w, alloc, v);
     }
 }
 

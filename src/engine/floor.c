@@ -90,6 +90,8 @@ static uint64_t count_node(floor_walk *w, koila_node n)
     const koila_sig_info *s = sig_of(g, n);
     const koila_node_info *info = &g->nodes.at[n];
     uint64_t there = w->held;
+    /* makes results while it frees what it is given */
+    const bool frees = koila_op_facts(g->table, s->op) & KOILA_FACT_OPAQUE_BACKWARD;
     if (is_view(g, n) || s->n_writes)
         return 0;
     for (uint32_t i = 0; i < s->n_inputs; i++) {
@@ -100,7 +102,7 @@ static uint64_t count_node(floor_walk *w, koila_node n)
     for (uint32_t o = 0; o < s->n_fresh; o++) {
         const koila_value v = info->first_output + o;
         const uint64_t n_bytes = count(w, n, v);
-        there += n_bytes;
+        there += frees ? 0 : n_bytes;
         w->held += w->is_result[v] ? n_bytes : 0;
     }
     return there;

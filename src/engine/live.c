@@ -102,6 +102,18 @@ static uint64_t workspace_of(const walk *w, koila_node n, int64_t rows, int64_t 
                            is_whole ? 0 : batch);
 }
 
+/* Of the bytes `made`, which node n makes as KOILA__LOCAL_MADE: those that are never there beside
+ * what it is given. */
+static uint64_t spared_by(const walk *w, koila_node n, uint64_t made, int64_t rows, int64_t batch)
+{
+    const bool is_whole = !batch || w->p->node[n].end;
+    if (!made || !w->o->workspace || !w->o->spared)
+        return 0;
+    const uint64_t bytes = w->o->spared(w->o->user, w->p->graph->nodes.at[n].sig,
+                                        is_whole ? 0 : rows, is_whole ? 0 : batch);
+    return bytes < made ? bytes : made;
+}
+
 /* Whole because it is one line for each kind of event, and is inlined into the walks.
  *
  * Returns the bytes that event e adds (modulo 2^64), in the first slice or in another one. *inside:
@@ -117,6 +129,7 @@ static inline __attribute__((always_inline)) uint64_t change(const walk *w, cons
 #define META koila__value_meta(w->p->graph, v)
     switch ((koila__event_kind)e->kind) {
     case KOILA__LOCAL_ALLOC:
+    case KOILA__LOCAL_MADE:
         return LOCAL;
     case KOILA__LOCAL_FREE:
         return 0 - LOCAL;
@@ -214,6 +227,7 @@ static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
     const koila__stage *st = &w->s->stages[stage];
     const koila__event *const end = st->events + st->n_events;
     bool any_given_up = false;
+    uint64_t made = 0; /* bytes of KOILA__LOCAL_MADE by the node that runs next */
     w->slice_peak = w->live;
     w->slice_node = KOILA_NONE;
     for (const koila__event *e = st->events; e < end && !w->stopped; e++) {
@@ -233,9 +247,13 @@ static void walk_slice(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
             w->held[from] -= bytes < w->held[from] ? bytes : w->held[from];
             w->held[v] += bytes;
         }
-        if (changed > INT64_MAX)
+        if (e->kind == KOILA__LOCAL_MADE)
+            made += changed;
+        if (changed > INT64_MAX || e->kind == KOILA__LOCAL_MADE)
             continue;
-        const uint64_t now = capped_sum(w->live, inside);
+        const uint64_t spared = runs ? spared_by(w, v, made, rows, batch) : 0;
+        const uint64_t now = capped_sum(w->live - spared, inside);
+        made = 0;
         see(w, stage, runs ? v : KOILA_NONE, now);
         tell(w, stage, e, now);
     }
@@ -257,7 +275,7 @@ static void walk_bytes(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
     const uint64_t from = w->live;
     uint64_t live = from, top = from;        /* of a first slice */
     uint64_t later = from, later_top = from; /* of another one */
-    uint64_t given_up = 0;
+    uint64_t given_up = 0, made = 0;
     for (const koila__event *e = st->events, *const end = e + st->n_events; e < end; e++) {
         const uint32_t v = e->value;
         uint64_t inside = 0;
@@ -271,6 +289,10 @@ static void walk_bytes(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
                 changed = change(w, st, e, rows, batch, false, &inside);
             live += changed;
             later += changed;
+            if (e->kind == KOILA__LOCAL_MADE && w->o->workspace) {
+                made += changed;
+                continue;
+            }
             top = larger(live, top);
             later_top = larger(later, later_top);
             continue;
@@ -280,14 +302,16 @@ static void walk_bytes(walk *w, uint32_t stage, int64_t rows, int64_t batch, boo
         if (e->kind == KOILA__KEPT_FREE)
             given_up += LOCAL;
         changed = change(w, st, e, rows, batch, false, &inside);
+        const uint64_t spared = spared_by(w, v, made, rows, batch);
+        made = 0;
         later += changed;
-        later_top = larger(capped_sum(later, inside), later_top);
+        later_top = larger(capped_sum(later - spared, inside), later_top);
         if (e->kind != KOILA__RUN) {
             inside = 0;
             changed = change(w, st, e, rows, batch, true, &inside);
         }
         live += changed;
-        top = larger(capped_sum(live, inside), top);
+        top = larger(capped_sum(live - spared, inside), top);
         if (first && top > limit)
             break;
     }

@@ -17,7 +17,9 @@ typedef struct koila__live_top {
 
 typedef struct koila__live_options {
     const int64_t *rows; /* [axes] rows of a slice, 1 .. axis size */
+    /* as koila_plan_options */
     uint64_t (*workspace)(void *user, koila_sig sig, int64_t rows, int64_t batch);
+    uint64_t (*spared)(void *user, koila_sig sig, int64_t rows, int64_t batch);
     void *user;
     bool bytes_only;      /* only peak_bytes of the result is wanted, and no curve: faster */
     koila__live_top *top; /* filled too; NULL: not wanted. Not with bytes_only */

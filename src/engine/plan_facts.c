@@ -91,9 +91,12 @@ static koila_status make_curve(koila_plan *p)
 uint64_t koila__plan_peak(const koila__placed *p, const koila__schedule *s,
                           const koila_plan_options *o, const int64_t *rows, uint64_t limit)
 {
-    const koila__live_options live = {
-        .rows = rows, .workspace = o->workspace, .user = o->user, .bytes_only = true, .limit = limit
-    };
+    const koila__live_options live = { .rows = rows,
+                                       .workspace = o->workspace,
+                                       .spared = o->spared,
+                                       .user = o->user,
+                                       .bytes_only = true,
+                                       .limit = limit };
     return koila__live_simulate(p, s, &live, NULL, NULL, NULL).peak_bytes;
 }
 
@@ -116,6 +119,7 @@ koila_status koila__plan_describe(koila_plan *p, const koila_plan_options *o)
     };
     const koila__live_options live = { .rows = p->rows,
                                        .workspace = o->workspace,
+                                       .spared = o->spared,
                                        .user = o->user,
                                        .top = &top,
                                        .limit = fits ? 0 : peak - 1 };

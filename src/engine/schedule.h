@@ -24,6 +24,7 @@ typedef struct koila__keep {
  * that allocated it. */
 typedef enum koila__event_kind {
     KOILA__LOCAL_ALLOC,
+    KOILA__LOCAL_MADE, /* the same, while the node of the RUN that follows runs: that counts it */
     KOILA__LOCAL_FREE,
     /* except in a slice of all rows, where it has become the whole value */
     KOILA__LOCAL_FREE_IF_CUT,

@@ -288,6 +288,7 @@ koila_node koila__way_peak_node(const koila__planning *q, const koila__way *s)
 {
     const koila__live_options live = { .rows = s->rows,
                                        .workspace = q->options->workspace,
+                                       .spared = q->options->spared,
                                        .user = q->options->user };
     return koila__live_simulate(s->placed, &s->schedule, &live, NULL, NULL, NULL).peak_node;
 }

@@ -150,6 +150,20 @@ def test_what_waits_for_the_backward_is_planned_with_from_the_second_step_on(row
     assert abs(plan.predicted_peak_bytes / plan.measured_peak_bytes - 1) <= 0.02
 
 
+@pytest.mark.about_the_cpu("predicted bytes are compared with those of the CPU's allocator")
+@pytest.mark.parametrize("width", [128, 512], ids=["rows prevail", "parameters prevail"])
+def test_what_a_backward_frees_while_it_makes_gradients_is_not_counted_beside_them(width):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(6)]
+    model = koila.opaque(nn.Sequential(*layers))
+    x = torch.randn(1000, width)
+    for _ in range(4):
+        with koila.micro_batch(300):
+            model(lazy(x)).square().mean().backward()
+    plan = koila.last_plan()
+    assert abs(plan.predicted_peak_bytes / plan.measured_peak_bytes - 1) <= 0.02
+
+
 def test_a_result_that_the_graph_shares_is_not_overwritten():
     """tanh's backward reads its result, which the step goes on to write in place."""
     model = mlp()

@@ -77,13 +77,19 @@ static _Thread_local struct {
 bool koila__wants_graph(void) { return !module_run.no_graph; }
 void koila__note_compiled(void) { module_run.was_compiled = true; }
 
+static bool is_backward_of_module(const exec *x, const koila_instr *in)
+{
+    const koila_sig sig = koila_node_get(x->g, in->id).sig;
+    return koila_op_facts(x->table, koila_sig_get(x->table, sig)->op) & KOILA_FACT_OPAQUE_BACKWARD;
+}
+
 /* Bytes of the graph that the backward of a module which runs as it is uses up. They are the plan's
- * until it is over: what is freed inside is room that the plan does not count on. */
+ * until it is over. */
 static uint64_t used_up_by(const exec *x, const koila_instr *in, bool in_loop)
 {
     enum { KEPT = 3 }; /* position of the list that ends with the graph */
     const koila_sig_info *s = koila_sig_get(x->table, koila_node_get(x->g, in->id).sig);
-    if (!(koila_op_facts(x->table, s->op) & KOILA_FACT_OPAQUE_BACKWARD) || s->n_pos <= KEPT)
+    if (!is_backward_of_module(x, in) || s->n_pos <= KEPT)
         return 0;
     uint32_t n = 0; /* tensors before the list's end */
     const koila_arg *list = &s->tokens[s->start[KEPT]];
@@ -128,9 +134,14 @@ static int run_measured(exec *x, const koila_instr *in, bool in_loop, bool is_sh
     const bool is_view = koila_op_flags(x->table, koila_sig_get(x->table, sig)->op) & KOILA_OP_VIEW;
     const bool once = koila_plan_runs_once(x->plan, in->id);
     const int64_t left = (is_view && now > 0 ? 0 : now) + (int64_t)used_up_by(x, in, in_loop);
-    if (status == 0 && is_known && !module_run.was_compiled)
-        koila__learn(sig, once ? 0 : koila__exec_n_rows(x), once ? 0 : x->batch,
-                     peak > left ? (uint64_t)(peak - left) : 0, KOILA__MEASURED_HERE);
+    if (status == 0 && is_known && !module_run.was_compiled) {
+        const int64_t rows = once ? 0 : koila__exec_n_rows(x);
+        const int64_t batch = once ? 0 : x->batch;
+        const bool is_less = peak < left;
+        koila__learn(sig, rows, batch, is_less ? 0 : (uint64_t)(peak - left), KOILA__MEASURED_HERE);
+        if (is_backward_of_module(x, in))
+            koila__learn_spared(sig, rows, batch, is_less ? (uint64_t)(left - peak) : 0);
+    }
     if (status == 0 && is_shared && held > limit) {
         PyErr_Format(koila__torch.oom_type,
                      "a sharded module used %llu bytes more than the budget allows",

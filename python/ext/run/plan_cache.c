@@ -163,7 +163,8 @@ static koila_status make_plan(const koila_graph *part, const koila_value *target
                                                  ? UINT64_MAX
                                                  : room->bytes,
                              .rows = rows,
-                             .workspace = koila__workspace_of };
+                             .workspace = koila__workspace_of,
+                             .spared = koila__spared_of };
     if (how.offloads) {
         o.host_price = koila__host_price(room->gpu);
         o.host_bytes = koila__host_room();

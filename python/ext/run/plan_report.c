@@ -354,7 +354,8 @@ static PyObject *plain_peak(const koila__step *step)
     koila_error err = KOILA_ERROR_INIT;
     const koila_plan_options o = { .struct_size = sizeof o,
                                    .budget_bytes = UINT64_MAX,
-                                   .workspace = koila__workspace_of };
+                                   .workspace = koila__workspace_of,
+                                   .spared = koila__spared_of };
     if (!c->plain_peak_bytes && c->targets &&
         koila_plan_new(c->part, c->targets, c->n_targets, &o, NULL, &whole, &err) == KOILA_OK)
         c->plain_peak_bytes = koila_plan_get(whole).peak_bytes;

@@ -248,6 +248,10 @@ uint64_t koila__workspace_of(void *ignored, koila_sig sig, int64_t rows, int64_t
 /* The same, as koila_fit_opts.measured: false if nothing was measured of `sig`. */
 bool koila__workspace_known(void *ignored, koila_sig sig, int64_t rows, int64_t batch,
                             uint64_t *bytes);
+/* As koila_plan_options.spared, of calls that were measured on exactly these rows. */
+uint64_t koila__spared_of(void *ignored, koila_sig sig, int64_t rows, int64_t batch);
+/* Directly after koila__learn(). */
+void koila__learn_spared(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes);
 /* was it measured for exactly these rows? */
 bool koila__learned(koila_sig sig, int64_t rows, int64_t batch);
 /* More than once, and alike? */

@@ -17,6 +17,10 @@
  *   plans avoid those rows          was seen once only is doubted, that is, left out; measured
  *                                   alike once more, it is kept for good
  *   no plan fits any more           so many times for one step: all that was seen once is doubted
+ *
+ * The backward of a module that runs as it is frees what waited for it while it makes gradients, so
+ * that less is there than both. How much less is known for the measured row counts alone, and is
+ * the less of the last two samples.
  */
 #include "run/run.h"
 
@@ -37,11 +41,13 @@ enum {
 typedef struct seen {
     int64_t rows;
     uint64_t bytes;
-    uint64_t lately; /* the most since a sample was as large as `bytes` */
-    uint32_t n_less; /* runs since then */
-    uint32_t run;    /* of the signature, in which it was seen last */
-    bool is_sure;    /* measured alike more than once, or by a probe */
-    bool is_bound;   /* it uses no more than that, maybe less */
+    uint64_t lately;    /* the most since a sample was as large as `bytes` */
+    uint32_t n_less;    /* runs since then */
+    uint64_t spared[2]; /* koila__spared_of(): of the last two samples */
+    uint32_t run;       /* of the signature, in which it was seen last */
+    bool is_sure;       /* measured alike more than once, or by a probe */
+    bool was_spared;    /* there are samples of it */
+    bool is_bound;      /* it uses no more than that, maybe less */
 } seen;
 typedef struct workspace {
     seen at[N_SEEN]; /* ascending rows */
@@ -228,6 +234,25 @@ uint64_t koila__workspace_of(void *ignored, koila_sig sig, int64_t rows, int64_t
     return on_a_line(w, w->n, entry_from(w, (int64_t)ceil(share)), share);
 }
 
+static uint64_t less_of(const uint64_t two[2]) { return two[0] < two[1] ? two[0] : two[1]; }
+
+/* The entry of exactly these rows; NULL: there is none. */
+static seen *entry_of(koila_sig sig, int64_t rows, int64_t batch)
+{
+    bring_home(sig);
+    workspace *w = workspace_at(sig) ? of_batch(&learned.at[sig], batch) : NULL;
+    rows = rows_or_whole(rows, batch);
+    const uint32_t i = w ? entry_from(w, rows) : 0;
+    return w && is_entry(w, i, rows) ? &w->at[i] : NULL;
+}
+
+uint64_t koila__spared_of(void *ignored, koila_sig sig, int64_t rows, int64_t batch)
+{
+    (void)ignored;
+    const seen *e = entry_of(sig, rows, batch);
+    return e ? less_of(e->spared) : 0;
+}
+
 bool koila__workspace_known(void *ignored, koila_sig sig, int64_t rows, int64_t batch,
                             uint64_t *bytes)
 {
@@ -237,10 +262,7 @@ bool koila__workspace_known(void *ignored, koila_sig sig, int64_t rows, int64_t 
 
 bool koila__learned(koila_sig sig, int64_t rows, int64_t batch)
 {
-    bring_home(sig);
-    const workspace *w = workspace_at(sig) ? of_batch(&learned.at[sig], batch) : NULL;
-    rows = rows_or_whole(rows, batch);
-    return w && is_entry(w, entry_from(w, rows), rows);
+    return entry_of(sig, rows, batch) != NULL;
 }
 
 static bool is_more(uint64_t a, uint64_t b) { return a > b + b / NOISE_SHARE + NOISE_BYTES; }
@@ -373,13 +395,24 @@ void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes, ko
         learned.generation++;
 }
 
+void koila__learn_spared(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes)
+{
+    seen *e = entry_of(sig, rows, batch);
+    if (!e)
+        return;
+    const uint64_t before = less_of(e->spared);
+    const bool is_first = !e->was_spared;
+    e->spared[0] = is_first ? bytes : e->spared[1];
+    e->spared[1] = bytes;
+    e->was_spared = true;
+    if (!is_alike(less_of(e->spared), before))
+        learned.generation++;
+}
+
 bool koila__learned_surely(koila_sig sig, int64_t rows, int64_t batch)
 {
-    bring_home(sig);
-    const workspace *w = workspace_at(sig) ? of_batch(&learned.at[sig], batch) : NULL;
-    rows = rows_or_whole(rows, batch);
-    const uint32_t i = w ? entry_from(w, rows) : 0;
-    return w && is_entry(w, i, rows) && w->at[i].is_sure && !w->at[i].n_less;
+    const seen *e = entry_of(sig, rows, batch);
+    return e && e->is_sure && !e->n_less;
 }
 
 void koila__learned_run(void) { learned.clock++; }
