@@ -448,7 +448,8 @@ class compile(_Setting):
 
     Args:
         mode: `"on"`: of each step, after its second run; `"auto"`: of steps that repeat, after
-            four runs; `"off"` (the default).
+            four runs; `"off"` (the default): of steps with code that `torch.compile()` made and
+            that cannot run on slices as it is.
 
     Raises:
         ValueError: anything else.

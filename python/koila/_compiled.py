@@ -9,8 +9,9 @@ each way of calling it: the code is recorded for two small batches, and must be
                 (`x / len(x)` does: it would be divided by the rows of a slice)
   pure          it writes no buffers
 
-All else is recorded as it was written, uncompiled: a loss or a batch norm in training mode inside
-the module, and compiled functions. So is the first call of a module that `module.compile()`
+All else is recorded as it was written: a loss or a batch norm in training mode inside the module,
+and compiled functions. If it was Inductor that compiled them, the loops of the step's plan are
+compiled, as by `koila.compile("on")`. So is the first call of a module that `module.compile()`
 compiled: then what is called there is put behind a `_CompiledCall`.
 """
 
@@ -20,6 +21,7 @@ import functools
 import re
 import sys
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -112,9 +114,12 @@ def _leave_lazies_alone(dynamo: Any) -> None:
         # None: torch runs the original code anyway, as of zero_grad() of every optimizer
         if callback is not None and _core.is_recording() and not running.here:
             given = sys._getframe(1).f_locals  # of the wrapper around what was compiled
-            if _has_lazies((given.get("args"), given.get("kwargs"))):
+            lazies = _lazies_in((given.get("args"), given.get("kwargs"), _held(given.get("fn"))))
+            if lazies:
                 _compiled_by_itself(given.get("fn"))
                 _here.uncounted |= bool(given.get("fullgraph_count_enabled"))
+                if not _here.learning and _by_inductor(dynamo.innermost_backend(callback)):
+                    _core.tape_of(lazies[0]).compiles = True
                 return None
         return chosen(callback)
 
@@ -129,12 +134,24 @@ def _leave_lazies_alone(dynamo: Any) -> None:
         dynamo.set_fullgraph_compiled_frame_count = frame_count
 
 
-def _has_lazies(given: Any) -> bool:
-    return any(_core.is_lazy(x) for x in pytree.tree_leaves(given))
+def _by_inductor(backend: Any) -> bool:
+    """Does Inductor, which compiles koila's loops too, compile there?"""
+    name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", "")
+    return bool(name == "inductor")
+
+
+def _held(function: Any) -> list[Any]:
+    """What a closure holds."""
+    cells = getattr(function, "__closure__", None) or ()
+    return [c.cell_contents for c in cells if c != types.CellType()]
+
+
+def _lazies_in(given: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(given) if _core.is_lazy(x)]
 
 
 def _meets_lazies(args: Any, kwargs: Any) -> bool:
-    return not running.here and _core.is_recording() and _has_lazies((args, kwargs))
+    return not running.here and _core.is_recording() and bool(_lazies_in((args, kwargs)))
 
 
 def _may_be_cut(module: torch.nn.Module, told: Any) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import koila
-from koila import lazy
+from koila import _compile, _core, lazy
 
 B = 12
 
@@ -398,6 +398,146 @@ def test_evaluation_mode_and_no_grad_run_a_compiled_module_too(backend):
     with torch.no_grad(), koila.micro_batch(5):
         torch.testing.assert_close(koila.run(compiled(lazy(x))), model(x), rtol=1e-12, atol=0)
     assert backend.rows
+
+
+# ---- what cannot run on slices as it is: its step's loops are compiled
+
+
+@pytest.fixture
+def loops(monkeypatch):
+    """Counts how often compiled loops ran. Inductor compiles nothing here."""
+
+    class Loops:
+        n_run = 0
+
+    def run(graph, given):
+        Loops.n_run += 1
+        return graph(*given)
+
+    _core.forget()
+    torch._dynamo.reset()
+    monkeypatch.setattr(
+        "torch._inductor.compile_fx.compile_fx_inner",
+        lambda graph, inputs: lambda given: run(graph, given),
+    )
+    yield Loops
+    torch._dynamo.reset()
+
+
+def loss_of(out, y):
+    return F.cross_entropy(out, y.argmax(1), ignore_index=3) + F.mse_loss(out, y)
+
+
+class WithLoss(nn.Module):
+    """As a model of Hugging Face that is given labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = mlp()
+
+    def forward(self, inputs, labels=None):
+        out = self.model(inputs)
+        return {"loss": loss_of(out, labels), "logits": out}
+
+
+def in_a_function(compile, model, x, y):
+    return compile(loss_of)(model.model(x), y)
+
+
+def in_a_closure(compile, model, x, y):
+    out = model.model(x)
+    return compile(lambda: loss_of(out, y))()
+
+
+def in_a_step(compile, model, x, y):
+    return compile(lambda x, y: loss_of(model.model(x), y))(x, y)
+
+
+def in_a_module(compile, model, x, y):
+    return compile(model)(x, labels=y)["loss"]
+
+
+def around_ddp(compile, model, x, y):
+    return compile(nn.parallel.DistributedDataParallel(model))(x, labels=y)["loss"]
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/r", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.about_the_cpu("loops are compiled there alone")
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("way", [in_a_function, in_a_step, in_a_module, around_ddp])
+def test_a_loss_inside_what_torch_compiled_runs_compiled_on_slices(ranks, loops, way, fullgraph):
+    model, kept = WithLoss(), {}
+    x, y = batch(13)
+
+    def compiled(f):  # once, as programs do
+        return kept.setdefault("f", torch.compile(f, fullgraph=fullgraph))
+
+    expected = gradients(model, lambda: way(lambda f: f, model, x, y))
+    for n in range(4):
+        loops.n_run = 0
+        with koila.micro_batch(4):
+            a, b = lazy(x, y)
+            assert_alike(gradients(model, lambda: way(compiled, model, a, b)), expected)
+        assert _compile.wait(60)
+        assert (loops.n_run > 0) == all(loop.compiled for loop in koila.last_plan().loops)
+        assert bool(loops.n_run) == (n >= 2), "from the third step on, in each full slice"
+    n_loops = len(koila.last_plan().loops)
+    assert loops.n_run == 3 * n_loops
+    with koila.micro_batch(4):  # the same step, which nobody compiled
+        a, b = lazy(x, y)
+        assert_alike(gradients(model, lambda: way(lambda f: f, model, a, b)), expected)
+    assert loops.n_run == 3 * n_loops
+
+
+@pytest.mark.about_the_cpu("loops are compiled there alone")
+def test_a_compiled_closure_runs_compiled_on_slices(loops):
+    model = WithLoss()
+    x, y = batch(13)
+    expected = gradients(model, lambda: in_a_closure(lambda f: f, model, x, y))
+    for _ in range(3):
+        with koila.micro_batch(4):
+            a, b = lazy(x, y)
+            step = gradients(model, lambda a=a, b=b: in_a_closure(torch.compile, model, a, b))
+            assert_alike(step, expected)
+        assert _compile.wait(60)
+    assert loops.n_run
+
+
+@pytest.mark.about_the_cpu("loops are compiled there alone")
+def test_loops_are_not_compiled_for_code_that_another_backend_compiled(backend, loops):
+    model = WithLoss()
+    x, y = batch(13)
+    f = torch.compile(model, backend=backend)
+    for _ in range(4):
+        with koila.micro_batch(4):
+            a, b = lazy(x, y)
+            f(a, labels=b)["loss"].backward()
+        assert _compile.wait(60)
+    assert not loops.n_run and not backend.rows
+
+
+@pytest.mark.about_the_cpu("Inductor's kernels for a GPU need Triton")
+@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
+def test_inductor_compiles_the_loops_of_a_step_whose_loss_torch_compiled():
+    """Compared with the compiled module itself, on the whole batch."""
+    torch._dynamo.reset()
+    model = WithLoss()
+    x, y = batch(13)
+    compiled = torch.compile(model)
+    expected = gradients(model, lambda: compiled(x, labels=y)["loss"])
+    for _ in range(3):
+        with koila.micro_batch(4):
+            a, b = lazy(x, y)
+            assert_alike(gradients(model, lambda a=a, b=b: compiled(a, labels=b)["loss"]), expected)
+        assert _compile.wait(300)
+    assert all(loop.compiled for loop in koila.last_plan().loops)
+    torch._dynamo.reset()
 
 
 @pytest.mark.about_the_cpu("Inductor's kernels for a GPU need Triton")

@@ -681,6 +681,16 @@ static PyObject *get_hash(koila__tape *t, void *c)
 static PyObject *get_closed(koila__tape *t, void *c) { return PyBool_FromLong(t->closed); }
 static PyObject *get_ran(koila__tape *t, void *c) { return PyBool_FromLong(t->ran); }
 
+static PyObject *get_compiles(koila__tape *t, void *c) { return PyBool_FromLong(t->compiles); }
+static int set_compiles(koila__tape *t, PyObject *value, void *c)
+{
+    const int on = value ? PyObject_IsTrue(value) : 0;
+    if (on < 0)
+        return -1;
+    t->compiles = on;
+    return 0;
+}
+
 static PyGetSetDef tape_getset[] = {
     { "n_nodes", (getter)get_n_nodes, NULL, "number of recorded nodes", NULL },
     { "n_values", (getter)get_n_values, NULL, "number of values, including leaves", NULL },
@@ -692,6 +702,8 @@ static PyGetSetDef tape_getset[] = {
     { "hash", (getter)get_hash, NULL, "hash of everything that decides a plan", NULL },
     { "closed", (getter)get_closed, NULL, "its step has run", NULL },
     { "ran", (getter)get_ran, NULL, "some value was made concrete", NULL },
+    { "compiles", (getter)get_compiles, (setter)set_compiles,
+      "its loops are compiled, whatever koila.compile() says", NULL },
     { 0 },
 };
 static PyMethodDef tape_methods[] = {

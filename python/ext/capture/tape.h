@@ -90,6 +90,8 @@ typedef struct koila__tape {
      * leaves */
     bool closed;
     bool planned; /* recorded by koila.plan(): it never runs */
+    /* torch compiled some of the code that was recorded in it, which runs compiled elsewhere */
+    bool compiles;
     /* the last run failed: the effects do not happen unless a later run succeeds */
     bool failed;
     /* the last run that somebody asked for failed, when so many nodes were there, plus one; 0: it

@@ -57,10 +57,12 @@ PyObject *koila__body_next(PyObject *list, Py_ssize_t *at)
     return Py_NewRef(PyList_GET_ITEM(list, *at - 1));
 }
 
-int koila__body_mode(void)
+int koila__body_mode(const cached *c)
 {
     const bool is_deterministic = koila__call_mode() >> 3;
-    return is_deterministic ? KOILA__COMPILE_OFF : (int)koila__settings_now().compile;
+    if (is_deterministic)
+        return KOILA__COMPILE_OFF;
+    return c->compiles ? KOILA__COMPILE_ON : (int)koila__settings_now().compile;
 }
 
 void koila__bodies_free(koila__bodies *bodies, uint32_t n_stages)
@@ -177,7 +179,7 @@ int koila__body_run(exec *x, uint32_t stage)
 
 bool koila__bodies_fit(const cached *c, const koila__room *room)
 {
-    if (!c->bodies || koila__body_mode() == KOILA__COMPILE_OFF)
+    if (!c->bodies || koila__body_mode(c) == KOILA__COMPILE_OFF)
         return false;
     bool any = false;
     for (uint32_t k = 0; k < c->info.n_stages; k++) {

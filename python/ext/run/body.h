@@ -33,7 +33,7 @@ int koila__body_append(PyObject *list, PyObject *o);
 PyObject *koila__body_next(PyObject *list, Py_ssize_t *at);
 /* KOILA__COMPILE_...; OFF too where the last bits of a sum must not depend on the clock: on when a
  * function is there, and whether it is faster. */
-int koila__body_mode(void);
+int koila__body_mode(const cached *c);
 /* After a run: bodies that are slower than their loops are dropped. */
 void koila__bodies_judge(cached *c);
 

@@ -357,7 +357,7 @@ static int ask_for(cached *c)
 
 bool koila__bodies_ran(cached *c, bool is_sharded)
 {
-    const int mode = koila__body_mode();
+    const int mode = koila__body_mode(c);
     if (mode == KOILA__COMPILE_OFF || is_sharded || c->gpu >= 0 || c->info.n_slices < 2)
         return true;
     if (!c->bodies)

@@ -281,6 +281,8 @@ static next find_plan(request *q)
                                  .last_axes = last_axes(q) };
     q->c = koila__plan_for(koila__part_give(&q->part), q->part.targets, q->n + q->keeping.n,
                            &q->room, how, &err, &status);
+    if (q->c)
+        q->c->compiles = q->tape->compiles;
     if (asks_anew(q))
         return RETRY;
     const bool ran_out = !q->c && status == KOILA_OOM;

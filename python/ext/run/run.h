@@ -206,6 +206,7 @@ typedef struct cached {
     uint32_t n_states;     /* number of changes of that state, over all plans of this step */
     koila_fit fit;         /* struct_size 0: the sum of live bytes decided */
     koila__bodies *bodies; /* owned; NULL: nobody asked to compile its loops */
+    bool compiles;         /* the step that runs asks to, whatever the setting */
     koila_value *targets;  /* owned [n_targets] of `part`; NULL: of a prediction */
     uint32_t n_targets;
     /* predicted for all rows at once, in recorded order, beyond what is held before; 0: not looked
