@@ -101,9 +101,11 @@ def wait(timeout: float | None = None) -> bool:
     return _work.wait(timeout)
 
 
-def raised(error: Exception) -> None:
-    """A compiled loop raised `error`, and its step runs once more without it. Called by C."""
-    _log.info("koila.compile(): a compiled loop is dropped, for it raised %s", _in_words(error))
+def raised(error: Exception, waits: bool) -> None:
+    """A compiled loop raised `error`, and its step runs once more without it. waits: it is tried
+    again where there is more memory. Called by C."""
+    what = "waits for more memory" if waits else "is dropped"
+    _log.info("koila.compile(): a compiled loop %s, for it raised %s", what, _in_words(error))
 
 
 def _or_not(body: object, make: Callable[[object], _Made]) -> _Made | None:

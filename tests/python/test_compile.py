@@ -149,6 +149,26 @@ def test_what_differs_from_slice_to_slice_is_not_compiled(instead, loss):
     assert not koila.last_plan().loops[-1].compiled
 
 
+def test_a_body_that_ran_out_of_memory_is_tried_again_where_there_is_an_eighth_more(instead):
+    def run(graph, given):
+        ran.append(room)
+        if room < 10 << 20:
+            raise torch.OutOfMemoryError("the slice")
+        return graph(*given)
+
+    ran, used = [], []
+    little, hardly_more, more = 8 << 20, 17 << 19, 10 << 20
+    model = mlp()
+    expected = step(model, mean, batch(), lazily=False)
+    instead.run = run
+    for room in [little] * 6 + [hardly_more, more, little, more]:
+        with koila.budget(_core.cpu_bytes_current() + room):
+            assert are_alike(compiled_step(model, mean, batch()), expected)
+        used.append(koila.last_plan().loops[-1].compiled)
+    assert used == [False] * 7 + [True, False, True]
+    assert ran.count(little) == 1 and hardly_more not in ran
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, AssertionError])
 def test_where_a_body_raises_the_step_runs_without_it(instead, error, caplog):
     def run(graph, given):
@@ -169,9 +189,9 @@ def test_where_a_body_raises_the_step_runs_without_it(instead, error, caplog):
         assert not any(loop.compiled for loop in koila.last_plan().loops)
     assert len(ran) == 2
     told = [r.getMessage() for r in caplog.records if "koila.compile()" in r.getMessage()]
+    what = "is dropped" if error is AssertionError else "waits for more memory"
     assert told == [
-        f"koila.compile(): a compiled loop is dropped, for it raised {error.__name__}: "
-        "the second slice"
+        f"koila.compile(): a compiled loop {what}, for it raised {error.__name__}: the second slice"
     ]
 
 

@@ -9,7 +9,8 @@
  * body_trace.c has the function made. It is called for each full slice but runs beside the walk: a
  * slice of other rows is walked, and where the function raises, it is dropped, and the step runs
  * again as it always did (request.c). Nothing outside has changed by then: the accumulators belong
- * to the run. It is dropped too where its slices take longer, as three comparisons with runs
+ * to the run. Where memory ran out it is not dropped: it is tried again where there is an eighth
+ * more. It is dropped too where its slices take longer, as three comparisons with runs
  * without it must say.
  */
 #include "run/body.h"
@@ -177,9 +178,16 @@ int koila__body_run(exec *x, uint32_t stage)
 
 /* ---- when a body is used */
 
+/* Did memory run out with hardly less of it? */
+static bool is_too_little(const koila__bodies *bodies, const koila__room *room)
+{
+    const uint64_t at = bodies->ran_out_at;
+    return at && room->bytes - at / 8 <= at;
+}
+
 bool koila__bodies_fit(const cached *c, const koila__room *room)
 {
-    if (!c->bodies || koila__body_mode(c) == KOILA__COMPILE_OFF)
+    if (!c->bodies || koila__body_mode(c) == KOILA__COMPILE_OFF || is_too_little(c->bodies, room))
         return false;
     bool any = false;
     for (uint32_t k = 0; k < c->info.n_stages; k++) {
@@ -247,13 +255,15 @@ void koila__bodies_judge(cached *c)
     }
 }
 
-void koila__bodies_raised(cached *c)
+void koila__bodies_raised(cached *c, const koila__room *room)
 {
     PyObject *type, *value, *trace;
+    const bool may_wait = c->bodies && koila__is_out_of_memory() && room->bytes != UINT64_MAX;
     PyErr_Fetch(&type, &value, &trace);
     PyErr_NormalizeException(&type, &value, &trace);
     PyObject *module = PyImport_ImportModule("koila._compile");
-    PyObject *done = module ? PyObject_CallMethod(module, "raised", "O", value) : NULL;
+    PyObject *waits = may_wait ? Py_True : Py_False; // borrowed
+    PyObject *done = module ? PyObject_CallMethod(module, "raised", "OO", value, waits) : NULL;
     if (!done)
         PyErr_WriteUnraisable(NULL);
     Py_XDECREF(done);
@@ -261,6 +271,8 @@ void koila__bodies_raised(cached *c)
     Py_XDECREF(type);
     Py_XDECREF(value);
     Py_XDECREF(trace);
-    for (uint32_t k = 0; c->bodies && k < c->info.n_stages; k++)
+    if (may_wait && room->bytes > c->bodies->ran_out_at)
+        c->bodies->ran_out_at = room->bytes;
+    for (uint32_t k = 0; c->bodies && !may_wait && k < c->info.n_stages; k++)
         Py_CLEAR(c->bodies->at[k].function);
 }

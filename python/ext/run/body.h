@@ -20,7 +20,8 @@ struct koila__bodies {
     uint32_t n_runs;    /* of the plan, in slices */
     uint32_t n_awaited; /* asked for, and not answered yet */
     bool is_asked;
-    koila__body at[]; /* [stages] */
+    uint64_t ran_out_at; /* the most bytes of room in which a body ran out of memory; 0: none did */
+    koila__body at[];    /* [stages] */
 };
 
 /* Is it an ADD to a sum that the body itself adds to? */

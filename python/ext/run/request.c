@@ -516,7 +516,7 @@ static bool may_run_without_bodies(const koila__exec_report *told)
 /* A compiled body raised, for want of memory or since a tensor is not as it was recorded. */
 static next retry_without_bodies(request *q)
 {
-    koila__bodies_raised(q->c);
+    koila__bodies_raised(q->c, &q->room);
     return RETRY;
 }
 

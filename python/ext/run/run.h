@@ -374,7 +374,7 @@ void koila__body_saw(const cached *c, uint32_t stage, uint64_t peak_bytes); /* m
 /* A full slice took this thread so long, with its body or without. */
 void koila__body_took(const cached *c, uint32_t stage, bool is_compiled, double seconds);
 /* One of them raised: drops them all. Takes the exception, an Exception. */
-void koila__bodies_raised(cached *c);
+void koila__bodies_raised(cached *c, const koila__room *room);
 
 /* ---- modes.c */
 /* Takes all modes off torch's stacks. *aside: what koila__modes_back() puts back; NULL: there were
