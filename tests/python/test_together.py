@@ -133,6 +133,78 @@ def test_two_processes_with_ddp_end_at_plain_ddp_s_parameters(device):
     two_processes(DDP, device)
 
 
+COMPILED = """
+from torch import nn
+from torch.nn import functional as F
+from koila import _compile
+import torch._inductor.compile_fx
+
+ran = []
+
+
+def backend(graph, inputs):
+    return lambda *given: ran.append("module") or graph.forward(*given)
+
+
+def compile_fx_inner(graph, inputs):
+    return lambda given: ran.append("loop") or graph(*given)
+
+
+torch._inductor.compile_fx.compile_fx_inner = compile_fx_inner
+DDP = nn.parallel.DistributedDataParallel
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 16).double(), nn.Linear(16, 8).double()
+
+    def forward(self, x, y=None):
+        out = self.b(F.gelu(self.a(x)))
+        return out if y is None else F.cross_entropy(out, y)
+
+
+ways = {
+    "module": lambda m: DDP(torch.compile(m, backend=backend)),
+    "loop": lambda m: torch.compile(DDP(m)),
+    "loop with a loss": lambda m: torch.compile(DDP(m)),
+}
+for what, make in ways.items():
+    inside = what == "loop with a loss"
+
+    def train(f, p, lazily):
+        optimizer = torch.optim.SGD(p, 0.1)
+        for step in range(4):
+            torch.manual_seed(2 * step + rank)
+            x, y = torch.randn(13, 8).double(), torch.randint(0, 8, (13,))
+            with koila.micro_batch(4 + rank):  # the ranks need not agree
+                a, b = koila.lazy(x, y) if lazily else (x, y)
+                loss = f(a, b) if inside else F.cross_entropy(f(a), b)
+                optimizer.zero_grad()
+                loss.backward()
+            assert _compile.wait(60)
+            optimizer.step()
+        return [t.detach().clone() for t in p]
+
+    plain, model = Net(), Net()
+    expected = train(DDP(plain), list(plain.parameters()), False)
+    ran.clear()
+    got = train(make(model), list(model.parameters()), True)
+    assert set(ran) == {what.split()[0]}, (what, ran)
+    for a, b in zip(expected, got):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-14), (what, (a - b).abs().max())
+        both = [torch.zeros_like(b) for _ in range(2)]
+        dist.all_gather(both, b)
+        assert torch.equal(*both)
+"""
+
+
+@gloo
+def test_two_processes_run_what_torch_compiled_inside_and_around_ddp_compiled_on_slices():
+    two_processes(COMPILED)
+
+
 SHARDED = """
 from torch import nn
 from torch.nn import functional as F
