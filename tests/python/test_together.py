@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from zoo import MLP, B, ce, gpt2, rows_of
 
 import koila
-from koila import lazy
+from koila import _compile, lazy
 
 DDP = """
 from torch import nn
@@ -730,6 +730,50 @@ def test_hf_trainer(tmp_path):
     with koila.micro_batch(3):
         got = train(Lazy)
     assert_same(expected, got, 1e-4)
+
+
+@pytest.mark.about_the_cpu("loops are compiled there alone")
+def test_trainer_with_torch_compile_runs_compiled_on_slices(tmp_path, monkeypatch):
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    ran = []
+
+    class Lazy(transformers.Trainer):
+        def compute_loss(self, model, inputs, **kw):
+            assert _compile.wait(60)
+            ran.append(0)
+            return super().compute_loss(model, lazy(inputs), **kw)
+
+    def compile_fx_inner(graph, inputs):
+        def run(given):
+            ran[-1] += 1
+            return graph(*given)
+
+        return run
+
+    def train(cls, **how):
+        torch.manual_seed(0)
+        data = [{"input_ids": r, "labels": r} for r in torch.randint(0, 31, (16, 9))]
+        args = transformers.TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=8,
+            max_steps=4,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            **how,
+        )
+        model = gpt2()
+        cls(model=model, args=args, train_dataset=data).train()
+        return model_state(model, grads=False)
+
+    expected = train(transformers.Trainer)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", compile_fx_inner)
+    with koila.micro_batch(3):
+        got = train(Lazy, torch_compile=True)
+    assert_same(expected, got, 1e-4)
+    n_loops = len(koila.last_plan().loops)
+    assert ran == [0, 0, 2 * n_loops, 2 * n_loops], "in each full slice, once they are compiled"
 
 
 def test_accelerate():
