@@ -3,11 +3,13 @@ only rewrites use."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from ._host_memory import PSEUDO as _HOST_MEMORY
 from ._query_rows import query_rows, query_rows_backward
 from . import _spatial_rows as spatial
+from ._torch import VERSION as VERSION
 from ._torch import BelowAutograd, ModesAside as ModesAside, torch, untyped_storage
 
 
@@ -52,6 +54,43 @@ n_function_modes = torch._C._len_torch_function_stack
 
 def guards() -> _Guards:
     return _Guards()
+
+
+_KINDS = {
+    "Tensor": "T",
+    "int": "I",
+    "SymInt": "I",
+    "float": "F",
+    "bool": "B",
+    "ScalarType": "D",
+    "Device": "V",
+    "Layout": "L",
+}
+
+
+def _argument(argument: Any) -> tuple[str, str, bool, bool, bool, Any]:
+    """(name, kind, is optional, is a list, has a default, default). kind: see direct.c."""
+    kind = str(argument.real_type)
+    optional = kind.startswith("Optional[")
+    kind = kind.removeprefix("Optional[").removesuffix("]") if optional else kind
+    is_list = kind.startswith("List[")
+    kind = kind.removeprefix("List[").removesuffix("]") if is_list else kind
+    has = argument.has_default_value()
+    default = argument.default_value if has else None
+    return argument.name, _KINDS.get(kind, "?"), optional, is_list, has, default
+
+
+@functools.cache
+def direct_schema(op: Any) -> tuple[str, str, tuple[Any, ...], int] | None:
+    """(name, overload, arguments, number of results) of an operator that torch's C ABI can call;
+    None: it is not ATen's, writes, or returns more than tensors."""
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
+        return None
+    schema = op._schema
+    if schema.is_mutable or any(str(r.real_type) != "Tensor" for r in schema.returns):
+        return None
+    arguments = tuple(_argument(a) for a in schema.arguments)
+    return schema.name, schema.overload_name, arguments, len(schema.returns)
 
 
 def own_generator(like: torch.Generator) -> tuple[torch.Generator, torch.Tensor, bytearray]:

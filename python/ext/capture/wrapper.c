@@ -259,7 +259,7 @@ static bool same_keys(tensor_handle a, tensor_handle b)
 }
 
 /* Torch's wrapping function cannot say that there is no memory for the object, see `spare`. */
-static PyObject *wrap_plain(tensor_handle h)
+PyObject *koila__wrap_plain(tensor_handle h)
 {
     PyTypeObject *type = koila__lazy_class->tp_base;
     const size_t n_bytes = (size_t)type->tp_basicsize + 2 * sizeof(void *); /* the collector's */
@@ -282,7 +282,7 @@ static PyObject *small_copy(PyObject *real, const koila_meta_info *m)
     PyObject *made = NULL;
     if (same_keys(of, copy) && !koila__shim.get_data_ptr(copy, &to)) {
         memcpy(to, from, m->n_bytes);
-        made = wrap_plain(copy);
+        made = koila__wrap_plain(copy);
     }
     koila__shim.drop(copy);
     return made;

@@ -452,6 +452,10 @@ void koila__cpu_bytes_lift_limit(bool more)
     tell_account();
 }
 void koila__cpu_bytes_fail_nth(int64_t n) { koila__ledger_fail_nth(&ledger, n); }
+int64_t koila__cpu_bytes_fails_in(void)
+{
+    return (int64_t)atomic_load_explicit(&ledger.fail_in, memory_order_relaxed);
+}
 int64_t koila__cpu_bytes_n_allocs(void) { return (int64_t)koila__ledger_granted(&ledger); }
 uint64_t koila__cpu_bytes_n_refused(void)
 {

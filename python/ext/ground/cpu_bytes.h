@@ -59,6 +59,8 @@ void koila__cpu_bytes_set_own_limit(bool on, uint64_t bytes);
 void koila__cpu_bytes_lift_limit(bool more);
 /* For tests: refuse the nth allocation from now, 1 being the next; 0: none. */
 void koila__cpu_bytes_fail_nth(int64_t n);
+/* What koila__cpu_bytes_fail_nth() has still to come to; 0: no refusal is planted. */
+int64_t koila__cpu_bytes_fails_in(void);
 int64_t koila__cpu_bytes_n_allocs(void);   /* allocations granted */
 int64_t koila__cpu_bytes_n_frees(void);    /* of blocks that were counted */
 uint64_t koila__cpu_bytes_n_refused(void); /* allocations that were not granted */

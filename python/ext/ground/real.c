@@ -131,6 +131,14 @@ bool koila__maybe_inference(void) { return !shim.inference_mode || shim.inferenc
 
 PyObject *koila__dtype_object(koila_dtype d) { return dtypes[d]; }
 
+int koila__dtype_code(koila_dtype d)
+{
+    for (int code = 0; code < 128; code++)
+        if (dtype_of_code[code] == (int8_t)d)
+            return code;
+    return -1;
+}
+
 int koila__dtype_of(PyObject *o)
 {
     for (int i = 0; i < KOILA_N_DTYPES; i++)

@@ -43,6 +43,7 @@ int koila__fingerprint(PyObject *real, uint64_t *out);
 
 PyObject *koila__dtype_object(koila_dtype d);    /* borrowed */
 int koila__dtype_of(PyObject *o);                /* -1 without an exception: unknown */
+int koila__dtype_code(koila_dtype d);            /* torch's number of it; -1: not known */
 PyObject *koila__device_object(uint16_t device); /* borrowed; NULL + error */
 int koila__device_of(PyObject *o, uint16_t *out);
 PyObject *koila__meta_object(koila_meta meta); /* new (dtype, device, sizes, strides) */

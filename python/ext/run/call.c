@@ -3,7 +3,7 @@
  * Each signature becomes a template once: the operator, its constants as Python objects, and the
  * keyword names. A call then fills in the tensors. Calls go through torch's OpOverload._op, which
  * supports all argument types and custom operators, raises torch's own exceptions, and takes
- * 1.2-2.2 µs.
+ * 1.2-2.2 µs. Signatures that are called again go through torch's C ABI where they can (direct.c).
  */
 #include "ground/random.h"
 #include "run/run.h"
@@ -12,6 +12,7 @@ enum {
     FEW_ARGUMENTS = 24, /* arguments that need no allocation */
     FEW_INPUTS = 32,
     MAX_ARGUMENTS = 64, /* one bit of arguments.owned each */
+    MOST_FAILED = 100,  /* direct calls of a signature: then it is no longer tried */
     MAX_RESULTS = 8,    /* results of a schema that writes (op_info.source) */
     LIST = 2,           /* koila_sig_info.result_kind */
     ENDS_IN_LIST = 4,   /* the same */
@@ -26,6 +27,10 @@ typedef struct template {
     bool strided; /* as_strided: addresses the storage */
     /* a view that is only possible in the recorded memory order of its input */
     bool joins;
+    bool was_called;
+    bool is_refused;       /* calls do not go through `direct` */
+    koila__direct *direct; /* owned; NULL: none yet, or calls cannot */
+    uint32_t n_failed;     /* direct calls */
 } template;
 
 /* [n_templates] by signature, NULL: none yet. A template is made once and stays where it is: calls
@@ -88,6 +93,7 @@ static void template_deinit(template *t)
     PyMem_Free(t->constant);
     Py_XDECREF(t->kw_names);
     Py_XDECREF(t->op);
+    koila__direct_free(t->direct);
 }
 
 /* Enters t, unless somebody did meanwhile. NULL: no memory. */
@@ -132,6 +138,7 @@ void koila__templates_forget(PyObject *gone)
             give_away(gone, t->constant[i]);
         give_away(gone, t->kw_names);
         give_away(gone, t->op);
+        koila__direct_free(t->direct);
         PyMem_Free(t->constant);
         PyMem_Free(t);
         templates[sig] = NULL;
@@ -349,6 +356,39 @@ static void arguments_deinit(arguments *a)
 
 /* ---- the call itself */
 
+static _Thread_local bool need_no_functions;
+
+bool koila__calls_need_no_functions(bool on)
+{
+    const bool before = need_no_functions;
+    need_no_functions = on;
+    return before;
+}
+
+static void skip_next_function(bool skips)
+{
+    const PyCFunction set = PyCFunction_GET_FUNCTION(koila__torch.skip_next);
+    PyObject *done = set(PyCFunction_GET_SELF(koila__torch.skip_next), skips ? Py_True : Py_False);
+    Py_XDECREF(done);
+}
+
+/* Torch looks for `__torch_function__` in each argument, which takes longer than all else, unless
+ * it is told that there is none in the next call. */
+static PyObject *call_operator(const template *t, PyObject *const *args, size_t n, PyObject *names)
+{
+    const bool skips = need_no_functions && koila__torch.skip_next && PyCFunction_CheckExact(t->op);
+    if (skips)
+        skip_next_function(true);
+    PyObject *r = PyObject_Vectorcall(t->op, args, n, names);
+    if (!r && skips) { /* torch may not have come to where it looks */
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        skip_next_function(false);
+        PyErr_Restore(type, value, trace);
+    }
+    return r;
+}
+
 /* as_strided(self, size, stride, offset): a recorded offset counts from the first element of the
  * base. */
 static PyObject *invoke_strided(const template *t, const koila_sig_info *s, PyObject *const *args)
@@ -379,8 +419,7 @@ static PyObject *invoke_random(const template *t, const koila_sig_info *s, PyObj
     PyTuple_SET_ITEM(names, s->n_kw, PyUnicode_InternFromString("generator"));
     memcpy(all, args, n * sizeof *all);
     all[n] = generator;
-    PyObject *r =
-        PyTuple_GET_ITEM(names, s->n_kw) ? PyObject_Vectorcall(t->op, all, s->n_pos, names) : NULL;
+    PyObject *r = PyTuple_GET_ITEM(names, s->n_kw) ? call_operator(t, all, s->n_pos, names) : NULL;
     Py_DECREF(names);
     return r;
 }
@@ -388,7 +427,7 @@ static PyObject *invoke_random(const template *t, const koila_sig_info *s, PyObj
 static PyObject *invoke_plain(const template *t, const koila_sig_info *s, PyObject **args,
                               bool is_link)
 {
-    PyObject *r = PyObject_Vectorcall(t->op, args, s->n_pos, t->kw_names);
+    PyObject *r = call_operator(t, args, s->n_pos, t->kw_names);
     /* values never change, so a copy may replace a view; but a write through a link would get lost
      * in a copy */
     if (r || !t->joins || is_link)
@@ -398,7 +437,7 @@ static PyObject *invoke_plain(const template *t, const koila_sig_info *s, PyObje
     if (!copy)
         return NULL;
     args[0] = copy;
-    r = PyObject_Vectorcall(t->op, args, s->n_pos, t->kw_names);
+    r = call_operator(t, args, s->n_pos, t->kw_names);
     args[0] = given;
     Py_DECREF(copy);
     return r;
@@ -567,6 +606,12 @@ static bool is_left_out(const koila_sig_info *s, uint32_t j, const PyObject *o)
            (o == Py_None && koila_meta_get(koila__table, meta)->n_elements == 0);
 }
 
+static void not_as_recorded(const koila_sig_info *s)
+{
+    PyErr_Format(PyExc_SystemError, "koila: %s did not return the kind of result that was recorded",
+                 koila_op_name(koila__table, s->op));
+}
+
 /* outputs[n_fresh] := new references of r's results; NULL for one that stands for nothing. */
 static int take_fresh(const koila_sig_info *s, PyObject *r, PyObject **outputs)
 {
@@ -576,9 +621,7 @@ static int take_fresh(const koila_sig_info *s, PyObject *r, PyObject **outputs)
         const bool is_lost = !is_none && (!o || !koila__is_tensor(o));
         if (is_lost || PyErr_Occurred()) {
             if (!PyErr_Occurred())
-                PyErr_Format(PyExc_SystemError,
-                             "koila: %s did not return the kind of result that was recorded",
-                             koila_op_name(koila__table, s->op));
+                not_as_recorded(s);
             while (j--)
                 Py_CLEAR(outputs[j]); /* evaluates its argument twice */
             return -1;
@@ -588,11 +631,104 @@ static int take_fresh(const koila_sig_info *s, PyObject *r, PyObject **outputs)
     return 0;
 }
 
+/* ---- calls through torch's C ABI */
+
+static bool may_be_direct = true;
+static uint64_t n_direct;
+
+uint64_t koila__direct_allow(bool may)
+{
+    may_be_direct = may;
+    return n_direct;
+}
+
+/* Pieces of other slices are left out of a list (list_with_tensors()). */
+static bool are_all_there(const koila_sig_info *s, PyObject *const *inputs)
+{
+    for (uint32_t i = 0; i < s->n_inputs; i++)
+        if (!inputs[i])
+            return false;
+    return true;
+}
+
+/* How they go there is looked for when a signature is called for the second time. */
+static bool is_direct(template *t, const koila_sig_info *s)
+{
+    if (t->direct || t->is_refused)
+        return !t->is_refused;
+    if (!t->was_called) {
+        t->was_called = true;
+        return false;
+    }
+    koila__direct *d = t->strided ? NULL : koila__direct_new(s, t->constant); /* runs Python */
+    if (t->direct)
+        koila__direct_free(d); /* made meanwhile */
+    else
+        t->direct = d;
+    t->is_refused |= !t->direct;
+    return !t->is_refused;
+}
+
+/* A refused allocation that a test has planted fails the call, and so the one that is to tell how.
+ */
+static void plant_again(int64_t planted)
+{
+    if (planted && !koila__cpu_bytes_fails_in())
+        koila__cpu_bytes_fail_nth(1);
+}
+
+/* What is left out is NULL, and all else a tensor. -1 with an exception: else nothing is left. */
+static int check_outputs(const koila_sig_info *s, PyObject **outputs)
+{
+    bool all = true;
+    for (uint32_t j = 0; j < s->n_outputs; j++) {
+        if (is_left_out(s, j, outputs[j]))
+            Py_CLEAR(outputs[j]);
+        else
+            all &= koila__is_tensor(outputs[j]);
+    }
+    for (uint32_t j = 0; j < s->n_outputs && !all; j++)
+        Py_CLEAR(outputs[j]);
+    if (!all)
+        not_as_recorded(s);
+    return all ? 0 : -1;
+}
+
+/* 1: done; 0: the call does not go there, or failed there; -1 with an exception. */
+static int call_directly(koila_sig sig, const koila_sig_info *s, PyObject *const *inputs,
+                         const koila__call_fix *fix, PyObject **outputs)
+{
+    if (!may_be_direct || (fix && (fix->n_fix || fix->generator)) || !are_all_there(s, inputs))
+        return 0;
+    template *t = template_of(sig);
+    if (!t)
+        return -1;
+    if (!is_direct(t, s))
+        return 0;
+    const uint8_t mode = koila__call_mode();
+    if (mode != s->grad_mode && koila__set_call_mode(s->grad_mode) < 0)
+        return -1;
+    const int64_t planted = koila__cpu_bytes_fails_in();
+    int done = koila__direct_call(t->direct, inputs, outputs);
+    if (mode != s->grad_mode)
+        give_mode_back(mode);
+    n_direct += done > 0;
+    if (done > 0)
+        return check_outputs(s, outputs) < 0 ? -1 : 1;
+    if (done == 0)
+        plant_again(planted);
+    t->is_refused |= done == 0 && ++t->n_failed == MOST_FAILED;
+    return done;
+}
+
 int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix,
                 const koila__call_fix *link_fix, PyObject **outputs)
 {
     const koila_sig_info *s = koila_sig_get(koila__table, sig);
     if (!s->n_writes) {
+        const int done = call_directly(sig, s, inputs, fix, outputs);
+        if (done)
+            return done < 0 ? -1 : 0;
         PyObject *r = invoke(sig, inputs, fix, false);
         const int status = r ? take_fresh(s, r, outputs) : -1;
         Py_XDECREF(r);

@@ -565,7 +565,9 @@ static int run_stages(exec *x, uint32_t n, PyObject **results)
 {
     PyObject *guard = PyObject_CallNoArgs(koila__torch.guards);
     int status = guard ? 0 : -1;
+    const bool before = koila__calls_need_no_functions(status == 0);
     status = status == 0 ? run_all_stages(x) : -1;
+    koila__calls_need_no_functions(before);
     if (status == 0)
         status = take_results(x, n, results);
     if (koila__lines_enabled)

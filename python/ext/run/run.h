@@ -40,7 +40,9 @@ extern struct koila__torch_calls {
     PyObject *oom_type; /* torch.OutOfMemoryError */
     /* koila._run.guards(): its result holds the mode guards while it lives */
     PyObject *guards;
-    PyObject *pseudo; /* dict of koila._run.PSEUDO */
+    PyObject *skip_next;     /* torch._C._set_skip_next_torch_function; NULL: torch is older */
+    PyObject *pseudo;        /* dict of koila._run.PSEUDO */
+    PyObject *direct_schema; /* koila._run.direct_schema */
     PyObject *own_generator;
     /* the lengths of torch's stacks of modes, and koila._torch.ModesAside */
     PyObject *n_dispatch_modes, *n_function_modes, *modes_aside;
@@ -56,6 +58,19 @@ PyObject *koila__torch_narrow(PyObject *t, int64_t dim, int64_t first, int64_t n
 PyObject *koila__torch_empty(const koila_meta_info *m, int32_t dim, int64_t extent);
 /* t in another dtype. */
 PyObject *koila__torch_cast(PyObject *t, koila_dtype dtype);
+
+/* ---- direct.c */
+typedef struct koila__direct koila__direct;
+/* Looks up torch's stable C ABI, of `version`, a tuple (major, minor). False: it lacks something,
+ * and no call is direct. */
+bool koila__direct_setup(PyObject *version);
+/* How calls of a signature go there. objects[n_pos + n_kw]: its constants, NULL for what holds
+ * tensors. Owned by the caller; NULL without an exception: they do not. */
+koila__direct *koila__direct_new(const koila_sig_info *s, PyObject *const *objects);
+void koila__direct_free(koila__direct *d); /* NULL is fine */
+/* 1: outputs[n_outputs] are new references, None where there is no tensor; 0: it has failed, nobody
+ * knows why, and nothing was changed; -1 with an exception. */
+int koila__direct_call(const koila__direct *d, PyObject *const *inputs, PyObject **outputs);
 
 /* ---- call.c */
 /* Replaces positional value `arg` for one call. */
@@ -79,6 +94,11 @@ typedef struct koila__call_fix {
  * (koila._run.guards). */
 int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix,
                 const koila__call_fix *link_fix, PyObject **outputs);
+/* Until the matching call with what this returns: torch functions and their modes are off in this
+ * thread, so calls need not look for any in their arguments. */
+bool koila__calls_need_no_functions(bool on);
+/* For tests: may calls go through torch's C ABI from now on? How many have. */
+uint64_t koila__direct_allow(bool may);
 /* Drops the templates of signatures that the table has forgotten. Objects go to the list `gone`;
  * runs no Python. */
 void koila__templates_forget(PyObject *gone);

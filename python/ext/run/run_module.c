@@ -710,6 +710,12 @@ static PyObject *py_plant_clock(PyObject *self, PyObject *seconds)
     Py_RETURN_NONE;
 }
 
+static PyObject *py_direct_calls(PyObject *module, PyObject *on)
+{
+    const int yes = PyObject_IsTrue(on);
+    return yes < 0 ? NULL : PyLong_FromUnsignedLongLong(koila__direct_allow(yes));
+}
+
 static PyMethodDef methods[] = {
     { "held_fits", py_held_fits, METH_O,
       "held_fits(call): OutOfMemory when torch holds more than the budget already." },
@@ -773,6 +779,9 @@ static PyMethodDef methods[] = {
     { "ranks_ask", py_ranks_ask, METH_O,
       "ranks_ask(ranks_of): set the function that tells which ranks share a step's opaque "
       "calls." },
+    { "direct_calls", py_direct_calls, METH_O,
+      "direct_calls(bool) -> number of recorded calls that have gone through torch's C ABI so far. "
+      "For tests: may they from now on?" },
     { "forget", py_forget, METH_NOARGS, "Drop cached plans and learned workspaces." },
     { "plant_clock", py_plant_clock, METH_O,
       "plant_clock(function | None): it tells the seconds by which sizes of slices are compared." },

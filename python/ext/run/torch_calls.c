@@ -54,6 +54,7 @@ static bool look_up_all(PyObject *torch, PyObject *aten, PyObject *mine)
     return look_up(&koila__torch.oom_type, torch, "OutOfMemoryError") &&
            look_up(&koila__torch.guards, mine, "guards") &&
            look_up(&koila__torch.pseudo, mine, "PSEUDO") &&
+           look_up(&koila__torch.direct_schema, mine, "direct_schema") &&
            look_up(&koila__torch.own_generator, mine, "own_generator") &&
            look_up(&koila__torch.n_dispatch_modes, mine, "n_dispatch_modes") &&
            look_up(&koila__torch.n_function_modes, mine, "n_function_modes") &&
@@ -71,6 +72,18 @@ int koila__torch_setup(void)
     PyObject *mine = torch ? PyImport_ImportModule("koila._run") : NULL;
     koila__torch.ready = mine && look_up(&ops, torch, "ops") && look_up(&aten, ops, "aten") &&
                          look_up_all(torch, aten, mine);
+    PyObject *c = koila__torch.ready ? PyObject_GetAttrString(torch, "_C") : NULL;
+    if (!look_up(&koila__torch.skip_next, c, "_set_skip_next_torch_function"))
+        PyErr_Clear();
+    if (koila__torch.skip_next && !(PyCFunction_Check(koila__torch.skip_next) &&
+                                    PyCFunction_GET_FLAGS(koila__torch.skip_next) == METH_O))
+        Py_CLEAR(koila__torch.skip_next);
+    Py_XDECREF(c);
+    PyObject *version = koila__torch.ready ? PyObject_GetAttrString(mine, "VERSION") : NULL;
+    koila__torch.ready = version != NULL;
+    if (version)
+        koila__direct_setup(version);
+    Py_XDECREF(version);
     Py_XDECREF(torch);
     Py_XDECREF(ops);
     Py_XDECREF(aten);

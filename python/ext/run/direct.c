@@ -1,0 +1,368 @@
+/* direct.c — a recorded call through torch's stable C ABI (`torch_call_dispatcher` and what belongs
+ * to it, since torch 2.13): the same dispatch as that of OpOverload._op, without the parsing of
+ * Python arguments, which takes longer than a small operator does.
+ *
+ * Torch tells of a failure there by a code alone, so whoever calls runs the operator again through
+ * `_op`, which raises torch's own exception. Therefore only operators of ATen come here that write
+ * nothing and draw nothing, on the CPU, with arguments that the ABI knows: tensors, whole and real
+ * numbers, flags, dtypes, devices, layouts, lists and absent ones. It has no form for a `Scalar`.
+ */
+#include <dlfcn.h>
+
+#include "run/run.h"
+
+enum { MOST_ARGUMENTS = 32, MOST_RESULTS = 8 };
+
+typedef uint64_t stable; /* torch's StableIValue */
+
+static struct functions {
+    int32_t (*call)(const char *name, const char *overload, stable *stack, uint64_t version);
+    int32_t (*new_tensor)(tensor_handle, tensor_handle *);
+    int32_t (*new_optional)(stable **);
+    int32_t (*delete_optional)(stable *);
+    int32_t (*new_list)(size_t, void **);
+    int32_t (*push)(void *, stable);
+    int32_t (*delete_list)(void *);
+    uint64_t version; /* of torch, as its ABI packs it; 0: not known, no call is direct */
+} torch_abi;
+
+typedef enum argument_kind {
+    A_TENSOR = 'T',
+    AN_INT = 'I',
+    A_FLOAT = 'F',
+    A_BOOL = 'B',
+    A_DTYPE = 'D',
+    A_DEVICE = 'V', /* the CPU */
+    A_LAYOUT = 'L', /* dense */
+    UNKNOWN = '?'
+} argument_kind;
+
+/* One argument of the schema. */
+typedef struct form {
+    argument_kind kind;
+    bool is_optional, is_list;
+    bool is_absent;  /* None is given for an optional one */
+    uint32_t n;      /* items of the list */
+    uint32_t input;  /* a tensor: index in the inputs of the call; a list's first one */
+    stable one;      /* the constant */
+    stable *several; /* owned [n] constants of a list */
+} form;
+
+struct koila__direct {
+    char *name, *overload; /* owned */
+    uint32_t n, n_results;
+    form at[MOST_ARGUMENTS];
+};
+
+bool koila__direct_setup(PyObject *version)
+{
+    long major, minor;
+    if (torch_abi.version || !koila__shim.wrap ||
+        !PyArg_ParseTuple(version, "ll", &major, &minor)) {
+        PyErr_Clear();
+        return torch_abi.version;
+    }
+    Dl_info torch;
+    void *lib = dladdr((void *)koila__shim.drop, &torch)
+                    ? dlopen(torch.dli_fname, RTLD_LAZY | RTLD_NOLOAD)
+                    : NULL;
+    if (!lib)
+        return false;
+#define FIND(function, name) *(void **)&torch_abi.function = dlsym(lib, name)
+    FIND(call, "torch_call_dispatcher");
+    FIND(new_tensor, "aoti_torch_new_tensor_handle");
+    FIND(new_optional, "torch_new_stable_ivalue");
+    FIND(delete_optional, "torch_delete_stable_ivalue");
+    FIND(new_list, "torch_new_list_reserve_size");
+    FIND(push, "torch_list_push_back");
+    FIND(delete_list, "torch_delete_list");
+#undef FIND
+    if (torch_abi.call && torch_abi.new_tensor && torch_abi.new_optional &&
+        torch_abi.delete_optional && torch_abi.new_list && torch_abi.push && torch_abi.delete_list)
+        torch_abi.version = (uint64_t)major << 56 | (uint64_t)minor << 48;
+    return torch_abi.version;
+}
+
+/* ---- the form of a call, once a signature */
+
+void koila__direct_free(koila__direct *d)
+{
+    if (!d)
+        return;
+    for (uint32_t i = 0; i < d->n; i++)
+        PyMem_Free(d->at[i].several);
+    PyMem_Free(d->name);
+    PyMem_Free(d->overload);
+    PyMem_Free(d);
+}
+
+static char *copy_text(PyObject *text)
+{
+    Py_ssize_t n;
+    const char *from = PyUnicode_AsUTF8AndSize(text, &n);
+    char *to = from ? PyMem_Malloc((size_t)n + 1) : NULL;
+    if (to)
+        memcpy(to, from, (size_t)n + 1);
+    return to;
+}
+
+/* Constant `o` of this kind; false: it is none. */
+static bool constant(argument_kind kind, PyObject *o, stable *out)
+{
+    double real;
+    uint16_t device;
+    switch (kind) {
+    case AN_INT:
+        if (!PyLong_CheckExact(o))
+            return false;
+        *out = (stable)PyLong_AsLongLong(o);
+        return !PyErr_Occurred();
+    case A_FLOAT:
+        if (!PyFloat_CheckExact(o))
+            return false;
+        real = PyFloat_AS_DOUBLE(o);
+        memcpy(out, &real, sizeof real);
+        return true;
+    case A_BOOL:
+        *out = o == Py_True;
+        return PyBool_Check(o);
+    case A_DTYPE: {
+        const int dtype = koila__dtype_of(o);
+        const int code = dtype < 0 ? -1 : koila__dtype_code((koila_dtype)dtype);
+        *out = (stable)code;
+        return code >= 0;
+    }
+    case A_DEVICE:
+        *out = UINT32_MAX; /* type 0, no index */
+        return koila__device_of(o, &device) == 0 && device == 0;
+    case A_LAYOUT:
+        *out = 0;
+        return o == koila__strided;
+    default:
+        return false;
+    }
+}
+
+/* The form of constant `o`, a list or not. */
+static bool constants(form *f, PyObject *o)
+{
+    f->is_absent = o == Py_None;
+    if (f->is_absent)
+        return f->is_optional;
+    if (!f->is_list)
+        return constant(f->kind, o, &f->one);
+    if (!PyList_CheckExact(o))
+        return false;
+    f->n = (uint32_t)PyList_GET_SIZE(o);
+    f->several = PyMem_Malloc((f->n + 1) * sizeof *f->several);
+    for (uint32_t i = 0; i < f->n && f->several; i++)
+        if (!constant(f->kind, PyList_GET_ITEM(o, i), &f->several[i]))
+            return false;
+    return f->several != NULL;
+}
+
+/* The form of an argument that is recorded as `token`; `at` is the index of its first tensor. */
+static bool recorded(form *f, const koila_arg *token, PyObject *object, uint32_t *at)
+{
+    if (token->kind == KOILA_ARG_TENSOR) {
+        f->input = (*at)++;
+        return f->kind == A_TENSOR && !f->is_list;
+    }
+    if (object)
+        return constants(f, object);
+    f->input = *at;
+    f->n = token->n;
+    *at += f->n;
+    for (uint32_t i = 1; i <= token->n; i++)
+        if (token[i].kind != KOILA_ARG_TENSOR)
+            return false;
+    return f->kind == A_TENSOR && f->is_list;
+}
+
+/* What (name, kind, is optional, is a list, has a default, default) says of an argument. */
+static bool described(form *f, PyObject *argument, PyObject **name, PyObject **otherwise)
+{
+    int letter, optional, list, has;
+    if (!PyArg_ParseTuple(argument, "UCpppO", name, &letter, &optional, &list, &has, otherwise))
+        return false;
+    *f = (form){ .kind = (argument_kind)letter, .is_optional = optional, .is_list = list };
+    if (!has)
+        *otherwise = NULL;
+    return true;
+}
+
+/* Position of the value that the call gives for argument i, named `name`; or n_pos + n_kw. */
+static uint32_t position(const koila_sig_info *s, uint32_t i, PyObject *name)
+{
+    if (i < s->n_pos)
+        return i;
+    for (uint32_t k = 0; k < s->n_kw; k++)
+        if (PyUnicode_CompareWithASCIIString(name, koila_text(koila__table, s->kw_names[k])) == 0)
+            return s->n_pos + k;
+    return s->n_pos + s->n_kw;
+}
+
+/* The index of the first tensor of each value of the call: `first`[n_pos + n_kw]. */
+static void count_inputs(const koila_sig_info *s, uint32_t *first)
+{
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < s->n_pos + s->n_kw; i++) {
+        const koila_arg *token = s->tokens + s->start[i];
+        first[i] = n;
+        n += token->kind == KOILA_ARG_TENSOR;
+        for (uint32_t k = 1; token->kind == KOILA_ARG_LIST && k <= token->n; k++)
+            n += token[k].kind == KOILA_ARG_TENSOR;
+    }
+}
+
+static bool fill_in(koila__direct *d, const koila_sig_info *s, PyObject *const *objects,
+                    PyObject *arguments)
+{
+    uint32_t first[MOST_ARGUMENTS], n_given = 0;
+    const uint32_t n_values = s->n_pos + s->n_kw;
+    count_inputs(s, first);
+    for (; d->n < PyTuple_GET_SIZE(arguments); d->n++) {
+        PyObject *name, *otherwise;
+        form *f = &d->at[d->n];
+        if (!described(f, PyTuple_GET_ITEM(arguments, d->n), &name, &otherwise))
+            return false;
+        const uint32_t k = position(s, d->n, name);
+        n_given += k < n_values;
+        d->n++; /* what it owns is freed with d */
+        const bool known = k < n_values
+                               ? recorded(f, s->tokens + s->start[k], objects[k], &first[k])
+                               : otherwise && constants(f, otherwise);
+        d->n--;
+        if (!known) {
+            d->n++;
+            return false;
+        }
+    }
+    return n_given == n_values;
+}
+
+static bool is_on_cpu(const koila_sig_info *s)
+{
+    for (uint32_t i = 0; i < s->n_inputs; i++)
+        if (koila_meta_get(koila__table, s->inputs[i])->device)
+            return false;
+    for (uint32_t i = 0; i < s->n_outputs; i++)
+        if (s->outputs[i] != KOILA_NONE && koila_meta_get(koila__table, s->outputs[i])->device)
+            return false;
+    return true;
+}
+
+koila__direct *koila__direct_new(const koila_sig_info *s, PyObject *const *objects)
+{
+    const uint32_t flags = koila_op_flags(koila__table, s->op);
+    if (!torch_abi.version || s->n_writes || flags & KOILA_OP_RANDOM || !is_on_cpu(s) ||
+        s->n_pos + s->n_kw > MOST_ARGUMENTS || s->n_outputs > MOST_RESULTS)
+        return NULL;
+    PyObject *op = koila__op_object(s->op);
+    PyObject *schema = op ? PyObject_CallOneArg(koila__torch.direct_schema, op) : NULL;
+    PyObject *name, *overload, *arguments;
+    koila__direct *d = NULL;
+    int n_results;
+    if (schema && schema != Py_None &&
+        PyArg_ParseTuple(schema, "UUO!i", &name, &overload, &PyTuple_Type, &arguments,
+                         &n_results) &&
+        PyTuple_GET_SIZE(arguments) <= MOST_ARGUMENTS && n_results == (int)s->n_outputs)
+        d = PyMem_Calloc(1, sizeof *d);
+    if (d) {
+        d->n_results = (uint32_t)n_results;
+        d->name = copy_text(name);
+        d->overload = copy_text(overload);
+        if (!d->name || !d->overload || !fill_in(d, s, objects, arguments)) {
+            koila__direct_free(d);
+            d = NULL;
+        }
+    }
+    Py_XDECREF(schema);
+    PyErr_Clear();
+    return d;
+}
+
+/* ---- a call */
+
+static bool tensor_value(PyObject *tensor, stable *out)
+{
+    tensor_handle h;
+    if (torch_abi.new_tensor(koila__tensor_handle(tensor), &h))
+        return false;
+    *out = (stable)(uintptr_t)h;
+    return true;
+}
+
+static bool list_value(const form *f, PyObject *const *inputs, stable *out)
+{
+    void *list;
+    if (torch_abi.new_list(f->n, &list))
+        return false;
+    bool all = true;
+    for (uint32_t i = 0; i < f->n && all; i++) {
+        stable one = f->several ? f->several[i] : 0;
+        all = (f->several || tensor_value(inputs[f->input + i], &one)) &&
+              torch_abi.push(list, one) == 0;
+    }
+    if (!all)
+        torch_abi.delete_list(list);
+    *out = (stable)(uintptr_t)list;
+    return all;
+}
+
+/* Argument f, which torch takes over. */
+static bool value_of(const form *f, PyObject *const *inputs, stable *out)
+{
+    stable *boxed;
+    *out = 0;
+    if (f->is_absent)
+        return true;
+    bool made;
+    if (f->is_list) {
+        made = list_value(f, inputs, out);
+    } else if (f->kind == A_TENSOR) {
+        made = tensor_value(inputs[f->input], out);
+    } else {
+        *out = f->one;
+        made = true;
+    }
+    if (!made || !f->is_optional)
+        return made;
+    if (torch_abi.new_optional(&boxed))
+        return false;
+    *boxed = *out;
+    *out = (stable)(uintptr_t)boxed;
+    return true;
+}
+
+/* The results as objects: outputs[d->n_results] new references, None for an undefined tensor. */
+static int wrap_results(const koila__direct *d, const stable *stack, PyObject **outputs)
+{
+    int status = 0;
+    for (uint32_t i = 0; i < d->n_results; i++) {
+        const tensor_handle h = (tensor_handle)(uintptr_t)stack[i];
+        outputs[i] = status == 0 ? koila__wrap_plain(h) : NULL;
+        if (!outputs[i])
+            status = -1;
+        koila__shim.drop(h);
+    }
+    for (uint32_t i = 0; i < d->n_results && status < 0; i++)
+        Py_CLEAR(outputs[i]);
+    if (status < 0 && !PyErr_Occurred())
+        PyErr_NoMemory();
+    return status;
+}
+
+int koila__direct_call(const koila__direct *d, PyObject *const *inputs, PyObject **outputs)
+{
+    stable stack[MOST_ARGUMENTS];
+    for (uint32_t i = 0; i < d->n; i++)
+        if (!value_of(&d->at[i], inputs, &stack[i]))
+            return 0; /* no memory for an argument: those before it are lost */
+    PyThreadState *thread = PyEval_SaveThread();
+    const int32_t code = torch_abi.call(d->name, d->overload, stack, torch_abi.version);
+    PyEval_RestoreThread(thread);
+    if (code)
+        return 0;
+    return wrap_results(d, stack, outputs) < 0 ? -1 : 1;
+}

@@ -1,0 +1,128 @@
+"""Recorded calls go through torch's C ABI where they can. Claims: the results are those of torch's
+own Python call, to the bit; what fails there raises torch's own exception."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from zoo import MLP, ConvNet, Recurrent, ce, gpt2, images, rows_of, tokens
+
+import koila
+from koila import _core
+from koila._torch import VERSION
+
+pytestmark = [
+    pytest.mark.skipif(VERSION < (2, 13), reason="torch's C ABI lacks what calls need"),
+    pytest.mark.about_the_cpu("calls on a GPU go through Python"),
+]
+
+
+@pytest.fixture(autouse=True)
+def every_step_is_recorded():
+    with koila.step_aside(False):
+        yield
+    _core.direct_calls(True)
+
+
+def lm(model, ids):
+    return model(input_ids=ids, labels=ids).loss
+
+
+MODELS = {
+    "mlp": (MLP, rows_of(5), ce),
+    "batch norm": (lambda: ConvNet(nn.BatchNorm2d), images(), ce),
+    "gpt2": (gpt2, tokens(), lm),
+    "lstm": (lambda: Recurrent(nn.LSTM), rows_of(4, 5), ce),
+}
+
+
+def gradients(make, data, loss, may, rows):
+    """(gradients of the third of three steps, calls that went through the ABI)"""
+    torch.manual_seed(0)
+    model, batch = make().double(), data()
+    before = _core.direct_calls(may)
+    for _ in range(3):
+        model.zero_grad()
+        given = koila.lazy(*batch)
+        with koila.micro_batch(rows):
+            loss(model, *(given if len(batch) > 1 else (given,))).backward()
+    return [p.grad for p in model.parameters()], _core.direct_calls(may) - before
+
+
+@pytest.mark.parametrize("rows", [None, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_calls_from_python(name, rows):
+    expected, n_none = gradients(*MODELS[name], False, rows)
+    got, n = gradients(*MODELS[name], True, rows)
+    assert n_none == 0 and n > 10
+    for a, b in zip(expected, got, strict=True):
+        assert torch.equal(a, b)
+
+
+CALLS = {
+    "ints": lambda x: x.sum((0, 2), keepdim=True),
+    "a dtype": lambda x: x.sum(1, dtype=torch.float64),
+    "a dtype that is needed": lambda x: F.log_softmax(x, 1, dtype=torch.float64),
+    "tensors": lambda x: torch.cat([x, x * x, x], 1),
+    "absent ones": lambda x: F.conv1d(x, torch.ones(2, 4, 3), padding=1),
+    "an optional tensor": lambda x: F.conv1d(x, torch.ones(2, 4, 3), torch.ones(2), stride=2),
+    "indices": lambda x: x[:, torch.tensor([1, 0, 3])],
+    "a float": lambda x: F.layer_norm(x, (5,), eps=0.25),
+    "flags": lambda x: x.var(1, unbiased=False),
+    "several results": lambda x: x.max(1),
+    "a list of results": lambda x: x.split([1, 3], 1),
+    "a device and a layout": lambda x: x + x.new_zeros(4, 5, device="cpu", layout=torch.strided),
+    "a scalar": lambda x: x.clamp(-0.5, 0.5) + x.add(x, alpha=3),
+    "numbers in place of tensors": lambda x: x * 2.5 - 1,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_form_of_argument_comes_through(name):
+    torch.manual_seed(0)
+    for k in range(3):
+        x = torch.randn(6, 4, 5)
+        expected, got = CALLS[name](x), CALLS[name](koila.lazy(x))
+        tensors = [expected] if isinstance(expected, torch.Tensor) else list(expected)
+        found = [got] if isinstance(got, torch.Tensor) else list(got)
+        for a, b in zip(tensors, found, strict=True):
+            b = b.torch()
+            assert torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride(), k
+
+
+def test_an_error_is_torchs_own():
+    table = torch.randn(5, 3, requires_grad=True)
+
+    def step(ids):
+        F.embedding(koila.lazy(ids), table).square().sum().backward()
+
+    for _ in range(3):
+        step(torch.tensor([1, 4, 2]))
+    bad = torch.tensor([1, 5, 2])
+    with pytest.raises(IndexError) as expected:
+        F.embedding(bad, table)
+    with pytest.raises(IndexError) as got:
+        step(bad)
+    assert str(got.value) == str(expected.value)
+    before = _core.direct_calls(True)
+    step(torch.tensor([1, 4, 2]))
+    assert _core.direct_calls(True) > before
+
+
+def test_functions_of_torch_stay_on_outside():
+    """The executor tells torch that the next call's arguments need not be looked through."""
+
+    class Seen(torch.overrides.TorchFunctionMode):
+        n = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            Seen.n += 1
+            return func(*args, **(kwargs or {}))
+
+    net = nn.Linear(3, 2)
+    for _ in range(3):
+        net(koila.lazy(torch.randn(4, 3))).clamp(0, 1).sum().backward()
+    with Seen():
+        torch.ones(2) + 1
+    assert Seen.n == 2
+    assert not torch._C._peek_should_skip_torch_function()
