@@ -156,10 +156,11 @@ def _leaves(outputs: Sequence[Any]) -> tuple[list[torch.Tensor], bool]:
     found: dict[int, torch.Tensor] = {}
     roots = []
     for o in outputs:
-        node = getattr(o, "node", None) or getattr(o, "grad_fn", None)
+        is_tensor = isinstance(o, torch.Tensor)
+        node = o.grad_fn if is_tensor else getattr(o, "node", None)
         if node is not None:
             roots.append(node)
-        elif isinstance(o, torch.Tensor) and o.requires_grad:
+        elif is_tensor and o.requires_grad:
             found.setdefault(id(o), o)
     told = _core.leaves_behind(roots) if _nodes_are_known else None
     behind, reentrant = told or _leaves_behind(roots)

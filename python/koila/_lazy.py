@@ -277,7 +277,7 @@ def _begin(found: _Found, alone: _Found | None, call: str) -> int:
     """The axis of the open step along which the tensors of `found` are cut. alone: they, if torch
     may do such steps alone."""
     first, d0, _ = found[0]
-    if first.device.type == "cpu":
+    if first.is_cpu:
         _core.held_fits(call)
     _sharded.refuse_recording()
     _compiled.install()
@@ -476,7 +476,7 @@ def _wrap(t: torch.Tensor, axis: int | None, dim: int) -> torch.Tensor:
 def _is_foreign(t: torch.Tensor) -> bool:
     """Is the memory somebody else's (a numpy buffer), who may write it behind torch's back? What a
     loader's worker sent lies in shared memory, and is the receiver's alone."""
-    if t.device.type != "cpu":
+    if not t.is_cpu:
         return False
     storage = untyped_storage(t)
     return not (storage.resizable() or storage.is_shared())
@@ -518,7 +518,7 @@ def _check_sliceable(t: torch.Tensor) -> None:
         raise UnsupportedError(
             f"a {type(t).__name__} computes in its own way; koila slices plain tensors"
         )
-    if t.device.type == "cuda" and not torch.cuda.is_available():
+    if t.is_cuda and not torch.cuda.is_available():
         raise UnsupportedError("a CUDA tensor, and this torch has no CUDA")
 
 

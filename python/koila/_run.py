@@ -32,7 +32,7 @@ class _Guards(BelowAutograd):
             self._inference.__enter__()
         super().__init__(torch._C.DisableTorchFunctionSubclass)
         self._autocast = []
-        for device in ("cpu", "cuda"):
+        for device in ("cpu", "cuda") if torch._C._is_any_autocast_enabled() else ():
             if torch.is_autocast_enabled(device):
                 torch.set_autocast_enabled(device, False)
                 self._autocast.append(device)

@@ -123,10 +123,10 @@ def view_flags() -> AbstractContextManager[Any]:
     `__torch_dispatch__` too. Each is a flag on the tensor, which torch resolves above and ignores
     inside. Torch's own context, in C: a guard that Ctrl-C keeps from ending in its turn puts back
     another time's state."""
-    ignored = [k for k in _SEEN_ABOVE if torch._C._dispatch_tls_local_exclude_set().has(k)]
+    rest = torch._C._dispatch_tls_local_exclude_set()
+    ignored = [k for k in _SEEN_ABOVE if rest.has(k)]
     if not ignored:
         return _nothing
-    rest = torch._C._dispatch_tls_local_exclude_set()
     for k in ignored:
         rest = rest.remove(k)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), rest)

@@ -153,7 +153,7 @@ static PyObject *wrap_leaf(koila__tape *t, koila_value v, koila_meta meta, PyObj
         Py_DECREF(w);
         return NULL;
     }
-    PyObject *grad = PyObject_GetAttrString(real, "requires_grad");
+    PyObject *grad = koila__attribute(real, "requires_grad");
     if (!grad || (grad == Py_True && PyObject_SetAttrString(w, "requires_grad", grad) < 0))
         Py_CLEAR(w);
     Py_XDECREF(grad);
@@ -168,10 +168,12 @@ static PyObject *make_leaf(PyObject *real, PyObject *axis_arg, unsigned dim)
     }
     if (guard_doors() < 0)
         return NULL;
-    PyObject *ok = koila__ask("check_type", Py_None, (PyObject *)Py_TYPE(real), NULL);
-    if (!ok)
-        return NULL;
-    Py_DECREF(ok);
+    if (Py_TYPE(real) != koila__lazy_class->tp_base) {
+        PyObject *ok = koila__ask("check_type", Py_None, (PyObject *)Py_TYPE(real), NULL);
+        if (!ok)
+            return NULL;
+        Py_DECREF(ok);
+    }
     koila__tape *t = koila__tape_current();
     koila_meta meta;
     uint16_t axis;

@@ -133,7 +133,7 @@ static koila_value value_in(const koila__tape *t, PyObject *o)
  * or the transpose of one, which every linear layer makes. -1 + error */
 static int add_plain_node(PyObject *t, PyObject *nodes)
 {
-    PyObject *node = PyObject_GetAttrString(t, "grad_fn");
+    PyObject *node = koila__attribute(t, "grad_fn");
     int rc = node ? 0 : -1;
     if (node && node != Py_None && !koila__form_is_transpose(node))
         rc = PyList_Append(nodes, node);
@@ -256,7 +256,8 @@ static int are_unwritten(koila__tape *t, const known *k)
 
 static int offset_of(PyObject *tensor, int64_t *out)
 {
-    PyObject *o = PyObject_CallMethod(tensor, "storage_offset", NULL);
+    PyObject *name = koila__name("storage_offset");
+    PyObject *o = name ? PyObject_CallMethodNoArgs(tensor, name) : NULL;
     *out = o ? PyLong_AsLongLong(o) : -1;
     Py_XDECREF(o);
     return PyErr_Occurred() ? -1 : 0;
@@ -273,8 +274,10 @@ static PyObject *view_of(PyObject *earlier, const koila_meta_info *m, int64_t of
     PyObject *r = NULL;
     const bool grad = koila__grad_mode();
     if (stride && koila__set_grad_mode(false) == 0) {
-        r = PyObject_CallMethod(earlier, "as_strided", "OOL", size, stride,
-                                (long long)(at + offset));
+        PyObject *name = koila__name("as_strided"), *from = PyLong_FromLongLong(at + offset);
+        if (name && from)
+            r = PyObject_CallMethodObjArgs(earlier, name, size, stride, from, NULL);
+        Py_XDECREF(from);
         if (koila__set_grad_mode(grad) < 0)
             Py_CLEAR(r);
     }
@@ -648,7 +651,7 @@ static int nodes_behind(PyObject *outputs, koila__nodes *nodes)
     PyObject *roots = PyTuple_New(n);
     int rc = roots ? 1 : -1;
     for (Py_ssize_t i = 0; i < n && rc > 0; i++) {
-        PyObject *node = PyObject_GetAttrString(PyTuple_GET_ITEM(outputs, i), "grad_fn");
+        PyObject *node = koila__attribute(PyTuple_GET_ITEM(outputs, i), "grad_fn");
         rc = node ? node != Py_None : -1;
         if (node)
             PyTuple_SET_ITEM(roots, i, node);

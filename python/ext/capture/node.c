@@ -299,7 +299,7 @@ static bool grad_required(PyObject *tensor)
 {
     if (!koila__grad_mode())
         return false;
-    PyObject *r = PyObject_GetAttrString(tensor, "requires_grad");
+    PyObject *r = koila__attribute(tensor, "requires_grad");
     const bool yes = r == Py_True;
     Py_XDECREF(r);
     PyErr_Clear();

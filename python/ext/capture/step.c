@@ -138,7 +138,7 @@ static bool needs_base(const koila__handle *h)
     if (!h->chain || (!h->next_in_group && !h->prev_in_group))
         return false;
     const koila__group *g = h->group;
-    PyObject *grad = h->wrapper ? PyObject_GetAttrString(h->wrapper, "requires_grad") : NULL;
+    PyObject *grad = h->wrapper ? koila__attribute(h->wrapper, "requires_grad") : NULL;
     const bool constant = grad == Py_False;
     Py_XDECREF(grad);
     PyErr_Clear();
@@ -251,7 +251,7 @@ static bool backward_may_come(koila__tape *t)
         return true;
     }
     for (uint32_t k = 0; k < all.n && !waits; k++) {
-        PyObject *r = PyObject_GetAttrString(all.wrappers[k], "requires_grad");
+        PyObject *r = koila__attribute(all.wrappers[k], "requires_grad");
         waits = r == Py_True;
         Py_XDECREF(r);
         if (!r)

@@ -165,7 +165,7 @@ int koila__lend_for_call(PyObject *args, PyObject *kwargs, koila__context **to)
 
 static bool needs_gradient(PyObject *o)
 {
-    PyObject *r = koila__is_tensor(o) ? PyObject_GetAttrString(o, "requires_grad") : NULL;
+    PyObject *r = koila__is_tensor(o) ? koila__attribute(o, "requires_grad") : NULL;
     const bool yes = r == Py_True;
     Py_XDECREF(r);
     PyErr_Clear();

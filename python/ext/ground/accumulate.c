@@ -13,6 +13,7 @@
 #include <stdbool.h>
 
 #include "ground/backward_form.h"
+#include "ground/helpers.h"
 #include "ground/real.h"
 
 static PyTypeObject *parameter_class; /* torch.nn.Parameter; owned */
@@ -90,7 +91,7 @@ static int are_ends_behind(PyObject *outputs, PyObject *leaves)
     int rc = roots ? 1 : -1;
     for (Py_ssize_t i = 0; i < n && rc > 0; i++) {
         PyObject *node = koila__is_tensor(PyTuple_GET_ITEM(outputs, i))
-                             ? PyObject_GetAttrString(PyTuple_GET_ITEM(outputs, i), "grad_fn")
+                             ? koila__attribute(PyTuple_GET_ITEM(outputs, i), "grad_fn")
                              : Py_NewRef(Py_None);
         rc = node ? node != Py_None : -1;
         if (node)

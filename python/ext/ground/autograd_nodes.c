@@ -46,7 +46,7 @@ uint32_t koila__nodes_place(const koila__nodes *s, koila__node node)
 
 static bool grow(koila__nodes *s)
 {
-    const uint32_t n_slots = s->n_slots ? s->n_slots * 2 : 256;
+    const uint32_t n_slots = s->n_slots ? s->n_slots * 2 : 64;
     koila__node *at = PyMem_Realloc(s->at, n_slots / 2 * sizeof *at);
     if (!at)
         return false;
@@ -90,7 +90,7 @@ typedef struct stack {
 static bool push(stack *s, koila__node node)
 {
     if (s->n == s->n_alloc) {
-        const size_t n = s->n_alloc ? s->n_alloc * 2 : 256;
+        const size_t n = s->n_alloc ? s->n_alloc * 2 : 32;
         koila__node *more = PyMem_Realloc(s->at, n * sizeof *more);
         if (!more)
             return false;

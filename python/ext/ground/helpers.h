@@ -1,4 +1,5 @@
-/* helpers.h — functions of koila._capture by name: Python handles the rare cases. */
+/* helpers.h — functions of koila._capture by name: Python handles the rare cases. And attributes by
+ * name. */
 #ifndef KOILA_EXT_HELPERS_H
 #define KOILA_EXT_HELPERS_H
 
@@ -10,6 +11,10 @@
 /* the module koila._capture */
 extern PyObject *koila__helpers;
 PyObject *koila__helper(const char *name); /* new reference */
+/* The interned string, borrowed, made once: Python remembers where a class has an attribute only
+ * for interned names. NULL + error. */
+PyObject *koila__name(const char *name);
+PyObject *koila__attribute(PyObject *o, const char *name); /* new; NULL + error */
 /* Calls koila._capture.name(a, b, c) with the arguments before the first NULL. */
 PyObject *koila__ask(const char *name, PyObject *a, PyObject *b, PyObject *c);
 
