@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import DEVICE
 from helpers import plain, rows
+from long_models import MODELS
 from torch import nn
 
 import koila
@@ -184,3 +185,21 @@ def test_what_is_left_of_an_evaluation_does_not_stop_each_new_step():
     with pytest.raises(koila.StaleValueError):
         koila.run(outs[0])
     good_step(model, lazy(batch(18)))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_a_plain_step_of_one_sample_goes_on_beside_an_open_step_of_its_length(name):
+    """Positions from arange(n) are the open step's, so its tape records the plain one too. A
+    dimension of one sample has a stride that means nothing, and shapes may be told with another."""
+    make, data, loss = MODELS[name]
+
+    def step():
+        torch.manual_seed(5)
+        model, values = make(), data(1)
+        loss(model, *values).backward()
+        return [plain(p.grad) for p in model.parameters()]
+
+    expected = step()
+    opened = lazy(*data(2))
+    same(expected, step())
+    del opened

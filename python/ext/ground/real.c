@@ -331,6 +331,18 @@ int koila__meta_of(PyObject *real, koila_meta *out)
     return rc;
 }
 
+bool koila__lie_alike(koila_meta a, koila_meta b)
+{
+    if (a == b)
+        return true;
+    const koila_meta_info *x = koila_meta_get(koila__table, a);
+    const koila_meta_info *y = koila_meta_get(koila__table, b);
+    bool same = x->dtype == y->dtype && x->device == y->device && x->n_dims == y->n_dims;
+    for (uint32_t d = 0; same && d < x->n_dims; d++)
+        same = x->size[d] == y->size[d] && (x->size[d] == 1 || x->stride[d] == y->stride[d]);
+    return same;
+}
+
 int koila__version_of(PyObject *real, uint32_t *out)
 {
     PyObject *v = version_getter(real, version_closure);

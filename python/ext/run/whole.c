@@ -151,7 +151,7 @@ static int check_results(koila_node n, const koila_sig_info *s, PyObject *const 
             continue;
         if (koila__meta_of(out[j], &m) < 0)
             return -1;
-        if (m == s->outputs[j])
+        if (koila__lie_alike(m, s->outputs[j]))
             continue;
         PyObject *is = koila__meta_object(m);
         PyObject *was = koila__meta_object(s->outputs[j]);
