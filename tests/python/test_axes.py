@@ -162,6 +162,51 @@ def test_random_programs_below_what_one_row_needs_are_eager_s_or_raise(monkeypat
     assert n_finer > 2 and n_raised > 2, (n_finer, n_raised)
 
 
+IN_PLACE = {
+    "copy_": lambda t, b: t.copy_(b),
+    "add_": lambda t, b: t.add_(b, alpha=0.5),
+    "addcmul_": lambda t, b: t.addcmul_(b, b, value=0.1),
+    "lerp_": lambda t, b: t.lerp_(b, 0.3),
+    "foreach": lambda t, b: torch._foreach_mul_([t], [b]),
+}
+
+
+@pytest.mark.parametrize("n_entries", [1, 2])
+@pytest.mark.parametrize("view", [lambda b: b.view(b.shape), lambda b: b.view(-1).view(b.shape)])
+@pytest.mark.parametrize("write", IN_PLACE.values(), ids=IN_PLACE)
+def test_a_view_is_written_with_what_it_views_as_torch_allows(write, view, n_entries):
+    """One entry has a stride that means nothing, by which torch would tell the two apart."""
+
+    def step(wrap):
+        torch.manual_seed(0)
+        w = torch.randn(5, 5, dtype=torch.float64)
+        x = wrap(torch.randn(6, 4, 5, dtype=torch.float64))
+        with torch.no_grad():
+            base = x @ w
+            write(view(base), base)
+            return plain(base * 2)
+
+    expected = step(lambda x: x)
+    with Cut(n_entries):
+        torch.testing.assert_close(step(lazy), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("view", [torch._neg_view, torch.conj])
+def test_a_view_with_a_flag_is_not_what_it_views(view):
+    def step(wrap):
+        torch.manual_seed(0)
+        x = wrap(torch.randn(6, 4, 5, dtype=torch.complex128))
+        with torch.no_grad():
+            base = x * 2
+            view(base).add_(base, alpha=0.5)
+            return plain(base * 1.0)
+
+    expected = step(lambda x: x)
+    for n_rows in (None, 6, 2, 1):
+        with koila.micro_batch(n_rows):
+            torch.testing.assert_close(step(lazy), expected, rtol=1e-12, atol=1e-12)
+
+
 # ---- found, not said
 
 

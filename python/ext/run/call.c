@@ -578,6 +578,53 @@ static int follow_chains(written *w, const koila_sig_info *s, const koila__call_
     return 0;
 }
 
+/* Does the view hold every entry of its base, each at its place? -1: exception set. */
+static int is_all_of(PyObject *view, PyObject *base)
+{
+    koila_meta of_view, of_base;
+    koila__hold_ids(); /* asking for the second may run Python */
+    int is_all = -1;
+    if (koila__meta_of(view, &of_view) == 0 && koila__meta_of(base, &of_base) == 0)
+        is_all = koila__lie_alike(of_view, of_base);
+    koila__release_ids();
+    return is_all;
+}
+
+/* Is a tensor its memory conjugated, or negated? -1: exception set. */
+static int is_lazily_changed(PyObject *t)
+{
+    int changed = 0;
+    const char *const flags[] = { "is_conj", "is_neg" };
+    for (uint32_t i = 0; i < 2 && !changed; i++) {
+        PyObject *o = PyObject_CallMethod(t, flags[i], NULL);
+        changed = o ? PyObject_IsTrue(o) : -1;
+        Py_XDECREF(o);
+    }
+    return changed;
+}
+
+/* x.view(...).add_(x) in place: where the view is all of x, it is the operand too. Torch allows
+ * operands that are the written memory, and knows them by their strides; those of a dimension of
+ * one entry mean nothing, and differ in a slice. */
+static int unite_operands(written *w, const koila_sig_info *s)
+{
+    for (uint32_t i = 0; i < s->n_writes; i++) {
+        const koila_write *write = &s->writes[i];
+        PyObject *view = w->in[write->input];
+        for (uint32_t j = 0; j < w->n_in && write->n_links; j++) {
+            if (w->in[j] != w->bases[i] || j == write->input)
+                continue;
+            const int is_all = is_all_of(view, w->in[j]);
+            const int is_changed = is_all > 0 ? is_lazily_changed(view) : 0;
+            if (is_all < 0 || is_changed < 0)
+                return -1;
+            if (is_all && !is_changed)
+                Py_SETREF(w->in[j], Py_NewRef(view));
+        }
+    }
+    return 0;
+}
+
 /* ---- results */
 
 /* The j-th result that is not a written argument; borrowed. */
@@ -736,7 +783,8 @@ int koila__call(koila_sig sig, PyObject *const *inputs, const koila__call_fix *f
     }
     written w;
     PyObject *r = NULL;
-    if (written_init(&w, s, inputs) == 0 && follow_chains(&w, s, link_fix) == 0)
+    if (written_init(&w, s, inputs) == 0 && follow_chains(&w, s, link_fix) == 0 &&
+        unite_operands(&w, s) == 0)
         r = invoke(sig, w.in, fix, false);
     const int status = r ? take_fresh(s, r, outputs) : -1;
     for (uint32_t i = 0; i < s->n_writes && status == 0; i++)
