@@ -88,15 +88,25 @@ KOILA__HOT koila__account *koila__account_now(uint64_t *limit)
     return a;
 }
 
-KOILA__HOT void koila__account_add(koila__account *a, int64_t bytes)
+static inline void raise_peak(koila__account *a, int64_t now)
 {
-    if (!a)
-        return;
-    const int64_t now = atomic_fetch_add_explicit(&a->now, bytes, memory_order_relaxed) + bytes;
     int64_t seen = LOAD(a->peak);
     while (seen < now && !atomic_compare_exchange_weak_explicit(
                              &a->peak, &seen, now, memory_order_relaxed, memory_order_relaxed))
         continue;
+}
+
+KOILA__HOT void koila__account_add(koila__account *a, int64_t bytes)
+{
+    if (!a)
+        return;
+    raise_peak(a, atomic_fetch_add_explicit(&a->now, bytes, memory_order_relaxed) + bytes);
+}
+
+void koila__account_refused(koila__account *a, uint64_t bytes)
+{
+    if (a)
+        raise_peak(a, LOAD(a->now) + (int64_t)bytes);
 }
 
 /* ---- work */

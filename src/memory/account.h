@@ -43,6 +43,8 @@ void koila__accounts_fork_child(void);
  * for it (UINT64_MAX: none). NULL: nobody's. */
 koila__account *koila__account_now(uint64_t *limit);
 void koila__account_add(koila__account *a, int64_t bytes); /* a NULL: nothing; bytes may be < 0 */
+/* So many were asked for and refused: they count in the peak alone. a NULL: nothing. */
+void koila__account_refused(koila__account *a, uint64_t bytes);
 
 /* ---- the calling thread's work */
 

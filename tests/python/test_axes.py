@@ -723,3 +723,21 @@ def test_a_value_read_in_the_middle_is_right(samples, axes):
     assert koila.last_plan().axis is not None
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(torch.as_tensor(b), torch.as_tensor(a), rtol=1e-11, atol=1e-13)
+
+
+@counted
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("share", [0.7, 0.6, 0.5])
+def test_a_first_step_knows_what_is_more_than_the_budget(share):
+    """A convolution of one volume unfolds it. What is tried of it before the first step is refused
+    that memory, which tells how much it is: no slice of the step is."""
+    _core.forget()
+    make, data, loss = MODELS["unet3d"]
+    torch.manual_seed(5)
+    model, batch = make(), data(2)
+    room = 4_200_000  # of one row, above the gradients
+    with only(int(sum(p.nbytes for p in model.parameters()) + share * room)):
+        koila_step(model, loss, batch)
+    plan = koila.last_plan()
+    assert plan.retries == 0
+    assert plan.predicted_peak_bytes == plan.measured_peak_bytes

@@ -85,22 +85,31 @@ KOILA__HOT static void tell(const void *p, int64_t delta, uint64_t now)
     }
 }
 
-/* Counts n bytes that are about to be asked for: within the limits on torch's bytes, of which
- * `limit` is this thread's, and within that on resident memory. False: why is kept (refusal.h). */
-KOILA__HOT static bool reserve(uint64_t n, uint64_t limit, uint64_t *now)
+/* Why n bytes were refused to the work of `a` is kept (refusal.h). */
+static void keep_refusal(uint64_t n, uint64_t limit, koila__account *a)
+{
+    const uint64_t most =
+        limit != UINT64_MAX ? limit : atomic_load_explicit(&ledger.limit, memory_order_relaxed);
+    const uint64_t held = koila__cpu_bytes_current();
+    const bool is_over = n > most || held > most - n; /* or a test asked for the refusal */
+    koila__refusal_of_budget(held, is_over ? most : UINT64_MAX);
+    koila__account_refused(a, n);
+}
+
+/* Counts n bytes that are about to be asked for, by the work of `a`: within the limits on torch's
+ * bytes, of which `limit` is this thread's, and within that on resident memory. False: why is kept.
+ */
+KOILA__HOT static bool reserve(uint64_t n, uint64_t limit, uint64_t *now, koila__account *a)
 {
     if (!koila__ledger_reserve_within(&ledger, n, limit, now)) {
-        const uint64_t most =
-            limit != UINT64_MAX ? limit : atomic_load_explicit(&ledger.limit, memory_order_relaxed);
-        const uint64_t held = koila__cpu_bytes_current();
-        const bool is_over = n > most || held > most - n; /* or a test asked for the refusal */
-        koila__refusal_of_budget(held, is_over ? most : UINT64_MAX);
+        keep_refusal(n, limit, a);
         return false;
     }
     if (koila__resident_grants(n, *now))
         return true;
     koila__ledger_cancel(&ledger, n);
     koila__refusal_of_resident();
+    koila__account_refused(a, n);
     return false;
 }
 
@@ -131,7 +140,7 @@ KOILA__HOT static int hook_posix_memalign(void **out, size_t alignment, size_t n
 {
     uint64_t now, limit;
     koila__account *account = koila__account_now(&limit);
-    if (!reserve(n, limit_here(limit), &now))
+    if (!reserve(n, limit_here(limit), &now, account))
         return ENOMEM;
     void *p = NULL;
     int r = posix_memalign(&p, alignment, n);
@@ -195,7 +204,7 @@ static void *hook_alloc_cpu(size_t n)
     if (n == 0 || n > KOILA__PTRTAB_MAX_BYTES)
         return real_alloc_cpu(n);
     koila__account *account = koila__account_now(&limit);
-    if (!reserve(n, limit_here(limit), &now))
+    if (!reserve(n, limit_here(limit), &now, account))
         refuse(n);
     __attribute__((cleanup(take_back))) reservation r = { n, true };
     void *p = real_alloc_cpu(n);

@@ -101,6 +101,36 @@ static uint64_t used_up_by(const exec *x, const koila_instr *in, bool in_loop)
     return in_loop ? bytes / (uint64_t)x->batch * (uint64_t)koila__exec_n_rows(x) : bytes;
 }
 
+/* A node has run, which took `peak` bytes at most where `left` are left of it. */
+static void learn_exactly(const exec *x, const koila_instr *in, int64_t peak, int64_t left)
+{
+    const koila_sig sig = koila_node_get(x->g, in->id).sig;
+    const bool once = koila_plan_runs_once(x->plan, in->id);
+    const int64_t rows = once ? 0 : koila__exec_n_rows(x);
+    const int64_t batch = once ? 0 : x->batch;
+    const bool is_less = peak < left;
+    koila__learn(sig, rows, batch, is_less ? 0 : (uint64_t)(peak - left), KOILA__MEASURED_HERE);
+    if (is_backward_of_module(x, in))
+        koila__learn_spared(sig, rows, batch, is_less ? (uint64_t)(left - peak) : 0);
+}
+
+/* A node was refused memory, with the exception set: what it held and asked for, at most, beyond
+ * its results is the least that it uses inside. The next plan counts with that. */
+static void learn_at_least(const exec *x, const koila_instr *in, bool in_loop, int64_t peak)
+{
+    const koila_node_info node = koila_node_get(x->g, in->id);
+    const koila_sig_info *s = koila_sig_get(x->table, node.sig);
+    const bool once = koila_plan_runs_once(x->plan, in->id);
+    uint64_t results = 0;
+    for (uint32_t o = 0; o < s->n_outputs; o++)
+        if (s->outputs[o] != KOILA_NONE)
+            results += koila_plan_value_bytes(x->plan, node.first_output + o,
+                                              in_loop ? koila__exec_n_rows(x) : x->batch);
+    if (peak > 0 && (uint64_t)peak > results)
+        koila__learn(node.sig, once ? 0 : koila__exec_n_rows(x), once ? 0 : x->batch,
+                     (uint64_t)peak - results, KOILA__MEASURED_HERE);
+}
+
 /* Runs a node that is measured. The collector waits: what it frees in the middle of an operator
  * would look like bytes that the operator used inside. Not in a module that runs as it is, which is
  * a program of its own. */
@@ -132,16 +162,11 @@ static int run_measured(exec *x, const koila_instr *in, bool in_loop, bool is_sh
     const koila_sig sig = koila_node_get(x->g, in->id).sig;
     /* a view is planned with no memory at all, so bytes that it took were a copy */
     const bool is_view = koila_op_flags(x->table, koila_sig_get(x->table, sig)->op) & KOILA_OP_VIEW;
-    const bool once = koila_plan_runs_once(x->plan, in->id);
     const int64_t left = (is_view && now > 0 ? 0 : now) + (int64_t)used_up_by(x, in, in_loop);
-    if (status == 0 && is_known && !module_run.was_compiled) {
-        const int64_t rows = once ? 0 : koila__exec_n_rows(x);
-        const int64_t batch = once ? 0 : x->batch;
-        const bool is_less = peak < left;
-        koila__learn(sig, rows, batch, is_less ? 0 : (uint64_t)(peak - left), KOILA__MEASURED_HERE);
-        if (is_backward_of_module(x, in))
-            koila__learn_spared(sig, rows, batch, is_less ? (uint64_t)(left - peak) : 0);
-    }
+    if (status == 0 && is_known && !module_run.was_compiled)
+        learn_exactly(x, in, peak, left);
+    else if (status < 0 && is_known && koila__is_out_of_memory())
+        learn_at_least(x, in, in_loop, peak);
     if (status == 0 && is_shared && held > limit) {
         PyErr_Format(koila__torch.oom_type,
                      "a sharded module used %llu bytes more than the budget allows",

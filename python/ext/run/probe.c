@@ -17,7 +17,8 @@
  * another axis than the rows of the batch, and one of half as many rows: what a slice reads beyond
  * its rows does not shrink with them.
  *
- * A probe that fails (no memory, an unusual call) is ignored. */
+ * A probe that fails (an unusual call) is ignored. One that is refused memory tells how much the
+ * call uses at least. */
 #include "run/run.h"
 
 enum {
@@ -159,24 +160,42 @@ static PyObject *zeros(koila_meta meta, int dim, int64_t n, int64_t of)
     return zeros_of(meta, sizes);
 }
 
-/* Makes the call. *inside: bytes used beyond its outputs. False: it failed, or they are not
- * known. */
+/* Makes the call. *inside: bytes used beyond its outputs. False: it failed, or they are not known;
+ * if memory was refused, *inside are those that it held and asked for, outputs among them, else 0.
+ */
 static bool measure(koila_sig sig, PyObject *const *inputs, const koila__call_fix *fix,
                     PyObject **outputs, uint64_t *inside)
 {
     koila__use use;
     int64_t peak = 0, now = 0;
+    *inside = 0;
     if (!koila__work_begin())
         return false;
     const bool collects = PyGC_Disable(); /* what is freed meanwhile would look like bytes inside */
     koila__use_begin(&use);
     bool ok = koila__call(sig, inputs, fix, NULL, outputs) == 0;
-    ok = koila__use_end(&use, &peak, &now) && ok;
+    const bool is_known = koila__use_end(&use, &peak, &now);
     if (collects)
         PyGC_Enable();
-    *inside = (uint64_t)(peak - now);
+    if (is_known && (ok || koila__is_out_of_memory()))
+        *inside = (uint64_t)(ok ? peak - now : peak);
     koila__work_end();
-    return ok;
+    return ok && is_known;
+}
+
+/* The outputs of a call on `rows` of `batch` rows. */
+static uint64_t output_bytes(koila_sig sig, int64_t rows, int64_t batch)
+{
+    const koila_sig_info *s = koila_sig_get(koila__table, sig);
+    uint64_t sum = 0;
+    for (uint32_t o = 0; o < s->n_outputs; o++) {
+        if (s->outputs[o] == KOILA_NONE)
+            continue;
+        const koila_meta_info *m = koila_meta_get(koila__table, s->outputs[o]);
+        const bool is_cut = m->n_dims && m->size[0] == batch;
+        sum += is_cut ? m->n_bytes / (uint64_t)batch * (uint64_t)rows : m->n_bytes;
+    }
+    return sum;
 }
 
 /* Makes one call of `sig` (c's own, or its maker) on `rows` of `batch` rows. outputs[MAX_OUTPUTS]
@@ -188,6 +207,7 @@ static bool try_once(const call *c, koila_sig sig, int64_t rows, int64_t batch, 
     const koila_sig_info *s = koila_sig_get(koila__table, sig);
     PyObject *inputs[MAX_INPUTS] = { 0 };
     bool ok = true;
+    *inside = 0;
     for (uint32_t i = 0; i < s->n_inputs && ok; i++) {
         if (workspace && i + 1 == s->n_inputs)
             inputs[i] = Py_NewRef(workspace);
@@ -213,6 +233,9 @@ static void probe(const call *c, int64_t rows, int64_t batch)
         goto done;
     if (try_once(c, c->sig, rows, batch, forward[WORKSPACE], outputs, &inside))
         koila__learn(c->sig, rows, batch, inside, KOILA__MEASURED_APART);
+    else if (inside > output_bytes(c->sig, rows, batch)) /* it was refused so many: no less */
+        koila__learn(c->sig, rows, batch, inside - output_bytes(c->sig, rows, batch),
+                     KOILA__MEASURED_HERE);
 done:
     for (uint32_t i = 0; i < MAX_OUTPUTS; i++) {
         Py_XDECREF(forward[i]);

@@ -411,13 +411,17 @@ static next retry_with_less(request *q)
     return RETRY;
 }
 
-/* A plan of rows ran out of memory, and no fewer rows can be tried. */
+/* A plan of rows ran out of memory, and no fewer rows can be tried: another axis is, or all ways
+ * where the run has shown what operators use inside. */
 static next retry_along_other(request *q)
 {
+    const bool has_shown = q->c->generation != koila__learned_generation();
+    q->rows = 0;
+    q->axes = has_shown ? last_axes(q) : KOILA_AXES_OTHER;
+    if (has_shown)
+        return retry_with_less(q);
     PyErr_Clear();
     q->step.retries++;
-    q->axes = KOILA_AXES_OTHER;
-    q->rows = 0;
     return RETRY;
 }
 
@@ -433,7 +437,10 @@ static next after_out_of_memory(request *q, koila__announced announced)
         return RETRY;
     }
     const bool is_last_resort = info->n_again || info->n_offloaded || info->n_inner;
-    if (!is_sharded && may_retry && is_last_resort)
+    /* all ways are planned anew with what it has shown, not finer slices along that dimension */
+    const bool has_shown = info->dim != KOILA_NONE && q->axes == KOILA_AXES_ANY &&
+                           q->c->generation != koila__learned_generation();
+    if (!is_sharded && may_retry && (is_last_resort || has_shown))
         return retry_with_less(q);
     /* twice the slices, on every rank; a rank that cannot withdraws from the exchange */
     if (announced && may_retry)
