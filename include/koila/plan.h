@@ -182,6 +182,10 @@ typedef struct koila_plan_options {
     double host_price;
     uint64_t host_bytes;
     uint16_t host_device;
+    /** if nothing fits: shall the error tell the smallest budget in which a plan fits? That takes
+     * several plans more. Else it tells the least of what was tried within budget_bytes, and a
+     * budget between may do. Not with `rows` > 0 */
+    bool finds_least;
 } koila_plan_options;
 
 typedef struct koila_plan_info {

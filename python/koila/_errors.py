@@ -72,7 +72,8 @@ def __getattr__(name: str) -> Any:
     import torch
 
     class OutOfMemory(KoilaError, torch.OutOfMemoryError):
-        """Even the smallest slice does not fit. `missing_bytes`: the bytes short, 0 if unknown.
+        """Even the smallest slice does not fit. `missing_bytes`: the bytes short of the
+        least budget that would do, 0 if unknown.
 
         Example:
             >>> wide = nn.Linear(4, 100_000)

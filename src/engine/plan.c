@@ -24,6 +24,7 @@
 #include "engine/both.h"
 #include "engine/drops.h"
 #include "engine/floor.h"
+#include "engine/least.h"
 #include "engine/live.h"
 #include "engine/plan_costs.h"
 #include "engine/search.h"
@@ -776,7 +777,10 @@ static koila_status make_plan(koila__planning *q)
     if (p->info.peak_bytes <= o->budget_bytes)
         return KOILA_OK;
     KOILA_TRY(find_least(q));
-    return koila__plan_no_fit(p, q->graph, &q->other, &q->both, q->err);
+    uint64_t least = koila__plan_least(p, &q->other, &q->both);
+    if (o->finds_least && o->rows <= 0)
+        KOILA_TRY(koila__least_budget(q, &least));
+    return koila__plan_no_fit(p, q->graph, &q->other, &q->both, least, q->err);
 }
 
 /* The least that any way that was tried needs. */

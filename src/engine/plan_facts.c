@@ -231,8 +231,18 @@ static bool is_less(const koila__least *x, uint64_t budget, uint64_t least)
     return !x->is_bound && x->peak_bytes > budget && x->peak_bytes < least;
 }
 
+uint64_t koila__plan_least(const koila_plan *p, const koila__least *other, const koila__least *both)
+{
+    uint64_t least = p->info.peak_bytes;
+    if (is_less(other, p->info.budget_bytes, least))
+        least = other->peak_bytes;
+    if (is_less(both, p->info.budget_bytes, least))
+        least = both->peak_bytes;
+    return least;
+}
+
 koila_status koila__plan_no_fit(const koila_plan *p, const koila_graph *recorded,
-                                const koila__least *other, const koila__least *both,
+                                const koila__least *other, const koila__least *both, uint64_t least,
                                 koila_error *err)
 {
     char needs[32];
@@ -240,17 +250,16 @@ koila_status koila__plan_no_fit(const koila_plan *p, const koila_graph *recorded
     char unit[40] = "row(s)";
     char otherwise[140] = "";
     char largest[150];
-    koila_assert(p->info.peak_bytes > p->info.budget_bytes);
-    uint64_t least = p->info.peak_bytes;
-    if (is_less(other, p->info.budget_bytes, least))
-        least = other->peak_bytes;
-    if (is_less(both, p->info.budget_bytes, least))
-        least = both->peak_bytes;
+    size_t at = 0;
+    koila_assert(p->info.peak_bytes > p->info.budget_bytes && least > p->info.budget_bytes);
     const uint64_t missing = least - p->info.budget_bytes;
+    if (least != koila__plan_least(p, other, both))
+        at = (size_t)snprintf(otherwise, sizeof otherwise, " of the least, %s",
+                              size_text(needs, least));
     if (p->info.dim != KOILA_NONE)
         snprintf(unit, sizeof unit, "along dim %u of the batch", p->info.dim);
     else
-        name_other(otherwise, sizeof otherwise, other, both);
+        name_other(otherwise + at, sizeof otherwise - at, other, both);
     name_largest(largest, sizeof largest - strlen(otherwise), p, recorded);
     return koila__fail_short(
         err, missing, "a slice of %lld %s needs %s, %s are free, %llu bytes short%s; largest: %s",

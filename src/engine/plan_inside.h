@@ -37,9 +37,13 @@ typedef struct koila__least {
     uint32_t dim;
     int64_t rows, size; /* entries of a slice, and of all */
 } koila__least;
-/* Writes the OOM message of a plan above its budget. both: the least that both need together. */
+/* The least that a plan above its budget, or one of those that were made beside it, needs. */
+uint64_t koila__plan_least(const koila_plan *p, const koila__least *other,
+                           const koila__least *both);
+/* Writes the OOM message of a plan above its budget. both: the least that both need together.
+ * least: what any way needs. */
 koila_status koila__plan_no_fit(const koila_plan *p, const koila_graph *recorded,
-                                const koila__least *other, const koila__least *both,
+                                const koila__least *other, const koila__least *both, uint64_t least,
                                 koila_error *err);
 /* koila_plan_new() of a step within a row: adds_on[n_targets], or NULL: sums that are added to what
  * earlier rows left, where that is possible. *least, or NULL: the least that was found where

@@ -159,6 +159,7 @@ static koila_status make_plan(const koila_graph *part, const koila_value *target
     koila_plan_options o = { .struct_size = sizeof o,
                              .axes = how.axes,
                              .recomputes = how.recomputes,
+                             .finds_least = how.finds_least,
                              .budget_bytes = is_forced && !koila__settings_now().has_budget
                                                  ? UINT64_MAX
                                                  : room->bytes,
@@ -187,6 +188,22 @@ static int64_t rows_of(koila__cutting how)
     return how.axes == KOILA_AXES_BOTH ? 1 : how.rows;
 }
 
+/* Nothing fits, and `err` tells the least that would: probes the calls of that plan, of which a
+ * step within the budget has none. */
+static void probe_least(const koila_graph *part, const koila_value *targets, uint32_t n_targets,
+                        const koila__room *room, koila__cutting how, const koila_error *err)
+{
+    koila_error ignored = KOILA_ERROR_INIT;
+    koila__room larger = *room;
+    koila_plan *plan = NULL;
+    koila_fit fit = { 0 };
+    larger.bytes += err->missing_bytes;
+    how.finds_least = false;
+    if (make_plan(part, targets, n_targets, &larger, how, &plan, &fit, &ignored) == KOILA_OK)
+        koila__probe_plan(plan);
+    koila_plan_free(plan);
+}
+
 /* Probes new calls before planning, and again at the planned rows. Their workspaces may change the
  * plan. */
 static koila_status plan_and_probe(const koila_graph *part, const koila_value *targets,
@@ -199,9 +216,13 @@ static koila_status plan_and_probe(const koila_graph *part, const koila_value *t
     for (int again = 0;; again++) {
         const uint64_t counted_with = koila__learned_generation();
         const koila_status status = make_plan(part, targets, n_targets, room, how, out, fit, err);
-        if (status != KOILA_OK || again == MOST_PLANNED_AGAIN || room->gpu >= 0)
+        const bool is_told = status == KOILA_OOM && how.finds_least;
+        if ((status != KOILA_OK && !is_told) || again == MOST_PLANNED_AGAIN || room->gpu >= 0)
             return status;
-        koila__probe_plan(*out);
+        if (is_told)
+            probe_least(part, targets, n_targets, room, how, err);
+        else
+            koila__probe_plan(*out);
         if (koila__learned_generation() == counted_with)
             return status;
         koila_plan_free(*out);

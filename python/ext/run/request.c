@@ -278,7 +278,8 @@ static next find_plan(request *q)
                                  .recomputes = q->recomputes,
                                  .offloads = q->offloads,
                                  .or_known_last = !q->rows && q->axes == KOILA_AXES_ROWS,
-                                 .last_axes = last_axes(q) };
+                                 .last_axes = last_axes(q),
+                                 .finds_least = q->recomputes && q->n == q->n_must };
     q->c = koila__plan_for(koila__part_give(&q->part), q->part.targets, q->n + q->keeping.n,
                            &q->room, how, &err, &status);
     if (q->c)

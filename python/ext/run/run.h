@@ -254,6 +254,7 @@ typedef struct koila__cutting {
      * then no number of rows fitted */
     bool or_known_last;
     uint32_t last_axes;
+    bool finds_least; /* who is told that nothing fits is told the least that would */
 } koila__cutting;
 koila__cutting koila__cutting_now(const koila__room *room); /* as the running code's settings say */
 /* A plan for targets of `part` (taken over) that fits `room`. A new reference, or NULL with *status
