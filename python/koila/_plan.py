@@ -185,6 +185,8 @@ class Plan:
             for values that were read in the middle of its step.
         time_ratio: the estimated time of the plan per that of each recorded operator once: work,
             and what calling an operator takes whatever its size, which many slices multiply.
+            Recorded operators count as they are written out for the dimension that is cut, so it
+            compares plans that cut the same: with rows and another dimension at once it is larger.
         n_recomputed: operators of the forward pass that ran once more in each slice, because
             their results were dropped: nothing else fitted.
         n_offloaded, offloaded_bytes: values that waited in host memory between their uses in the
