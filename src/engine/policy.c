@@ -152,6 +152,13 @@ static uint64_t kept_bytes(const koila__scheduler *w, koila_value v)
     return w->aliases[n] || sig_of(w, n)->n_writes ? 0 : koila__value_meta(w->g, v)->n_bytes;
 }
 
+/* v is kept after loop j. */
+static void note_kept(koila__scheduler *w, koila_value v, uint32_t j)
+{
+    const uint64_t mixed = (w->work_kept.choices ^ ((uint64_t)v << 32 | j)) * 0x9e3779b97f4a7c15u;
+    w->work_kept.choices = mixed ^ mixed >> 29;
+}
+
 /* Like emit_loop(), but emits nothing. *n_emitted: a lower bound of instructions: each run, and the
  * end of each result. *n_held: bytes of pieces and results. */
 static void work_of_loop(koila__scheduler *w, uint32_t j, double *work, uint64_t *n_emitted,
@@ -169,6 +176,7 @@ static void work_of_loop(koila__scheduler *w, uint32_t j, double *work, uint64_t
                 if (w->kept[v] || !koila__keeps(w, v, j))
                     continue;
                 koila__keep_until_next(w, v, j);
+                note_kept(w, v, j);
                 w->work_kept.any = true;
                 w->work_kept.is_sure &= kept_bytes(w, v) > 0;
                 *n_held += kept_bytes(w, v);
@@ -179,9 +187,10 @@ static void work_of_loop(koila__scheduler *w, uint32_t j, double *work, uint64_t
     for (koila_value v = w->kept_first[j], next; v != KOILA_NONE; v = next) {
         next = w->kept_next[v];
         w->kept[v] = false;
-        if (koila__keeps(w, v, j))
+        if (koila__keeps(w, v, j)) {
             koila__keep_until_next(w, v, j);
-        else {
+            note_kept(w, v, j);
+        } else {
             koila_assert(*n_held >= kept_bytes(w, v));
             *n_held -= kept_bytes(w, v);
         }

@@ -103,6 +103,8 @@ typedef struct koila__kept {
     bool any;
     /* no kept value shares storage: koila__schedule_work() was then exact */
     bool is_sure;
+    /* a hash of what is kept after which loop: policies of one hash that are sure are one policy */
+    uint64_t choices;
     /* a lower bound, for any number of slices, of the bytes in kept values, results and whole
      * values at one moment: no schedule of the policy has a lower peak */
     uint64_t n_bytes;

@@ -118,11 +118,28 @@ static double work_of(search *x, candidate *c)
     return c->work;
 }
 
+/* Does an untried policy keep what another one does that was tried? Then its schedule is the same.
+ */
+static bool was_tried(const search *x, const candidate *c)
+{
+    for (uint32_t k = 0; c->is_known && c->kept.is_sure && k < x->n_policies; k++) {
+        const candidate *b = &x->candidates[k];
+        if (b->state != UNTRIED && b->is_known && b->kept.is_sure && b->work == c->work &&
+            b->kept.choices == c->kept.choices)
+            return true;
+    }
+    return false;
+}
+
 /* Makes the schedule of a policy, unless that was tried before. */
 static koila_status make_candidate(search *x, candidate *c)
 {
     if (c->state != UNTRIED)
         return KOILA_OK;
+    if (was_tried(x, c)) {
+        c->state = REFUSED;
+        return KOILA_OK;
+    }
     /* its work is cheaper to find than its instructions */
     if (c->keep.max_instrs && isinf(work_of(x, c))) {
         c->state = REFUSED;

@@ -462,6 +462,25 @@ TEST(schedule__the_nth_allocation_may_fail)
     }
 }
 
+/* Have two schedules the same loops, with the same instructions? */
+static bool is_same(const koila__schedule *a, const koila__schedule *b)
+{
+    bool same = a->n_stages == b->n_stages && a->work == b->work && a->n_keeps == b->n_keeps;
+    for (uint32_t i = 0; same && i < a->n_stages; i++) {
+        const koila__stage *x = &a->stages[i];
+        const koila__stage *y = &b->stages[i];
+        same = x->stage.n_instrs == y->stage.n_instrs && x->n_events == y->n_events &&
+               x->any_wide == y->any_wide;
+        for (uint32_t k = 0; same && k < x->stage.n_instrs; k++) {
+            const koila_instr u = x->stage.instrs[k];
+            const koila_instr v = y->stage.instrs[k];
+            same = u.kind == v.kind && u.flags == v.flags && u.id == v.id && u.user == v.user &&
+                   u.steal == v.steal;
+        }
+    }
+    return same;
+}
+
 TEST(schedule__a_scheduler_used_again_makes_what_a_fresh_one_makes_and_knows_the_work_before)
 {
     static const koila__keep keeps[] = { { .horizon = 0, .max_instrs = 1, .cheap = true },
@@ -489,20 +508,7 @@ TEST(schedule__a_scheduler_used_again_makes_what_a_fresh_one_makes_and_knows_the
                      status);
             if (status != KOILA_OK)
                 continue;
-            CHECK(again.n_stages == fresh.n_stages && again.work == fresh.work &&
-                  again.n_keeps == fresh.n_keeps);
-            for (uint32_t i = 0; i < again.n_stages && i < fresh.n_stages; i++) {
-                const koila__stage *a = &again.stages[i];
-                const koila__stage *b = &fresh.stages[i];
-                CHECK(a->stage.n_instrs == b->stage.n_instrs && a->n_events == b->n_events &&
-                      a->any_wide == b->any_wide);
-                for (uint32_t x = 0; x < a->stage.n_instrs && x < b->stage.n_instrs; x++) {
-                    const koila_instr y = a->stage.instrs[x];
-                    const koila_instr z = b->stage.instrs[x];
-                    CHECK(y.kind == z.kind && y.flags == z.flags && y.id == z.id &&
-                          y.user == z.user && y.steal == z.steal);
-                }
-            }
+            CHECK(is_same(&again, &fresh));
             const double before = koila__schedule_work(w, keeps[k]);
             CHECK(before <= again.work * (1 + 1e-12));
             n_exact += before >= again.work * (1 - 1e-12);
@@ -543,6 +549,52 @@ TEST(schedule__a_scheduler_used_again_makes_what_a_fresh_one_makes_and_knows_the
     CHECK(n_exact > 400 && n_many > 50);
     CHECK(n_kept > 50 && n_tight > 20);
     CHECK(n_close > 80); /* whole values between loops count too */
+}
+
+TEST(schedule__policies_of_the_same_choices_make_the_same_schedule)
+{
+    static const koila__keep keeps[] = { { .horizon = UINT32_MAX, .cheap = true },
+                                         { .horizon = 1, .cheap = true },
+                                         { .horizon = 3, .spacing = 1, .cheap = true },
+                                         { .horizon = 4, .spacing = 2, .cheap = true },
+                                         { .horizon = 0, .cheap = true } };
+    enum { N = KOILA_COUNT(keeps) };
+    uint32_t n_same = 0, n_other = 0;
+    for (uint64_t seed = 1; seed <= 150; seed++) {
+        random_graph r;
+        if (rg_init(&r, NULL, seed, NULL, 0, 60) != KOILA_OK)
+            abort();
+        koila__placed *p = NULL;
+        koila__scheduler *w = NULL;
+        koila_value targets[RG_MAX_VALUES];
+        CHECK(koila__place(r.g, r.targets, r.n_targets, NULL, &p, NULL) == KOILA_OK);
+        for (uint32_t i = 0; i < r.n_targets; i++)
+            targets[i] = p->lowered[r.targets[i]];
+        CHECK_EQ(koila__scheduler_new(&w, p, targets, r.n_targets, true, NULL, NULL), KOILA_OK);
+        koila__schedule made_by[N] = { 0 };
+        koila__kept kept[N];
+        bool is_made[N];
+        for (uint32_t k = 0; k < N; k++) {
+            koila__schedule_work(w, keeps[k]);
+            kept[k] = koila__scheduler_kept(w);
+            is_made[k] = koila__schedule_make(w, keeps[k], &made_by[k], NULL) == KOILA_OK;
+        }
+        for (uint32_t i = 0; i < N; i++)
+            for (uint32_t k = 0; k < i; k++) {
+                if (!is_made[i] || !is_made[k] || !kept[i].is_sure || !kept[k].is_sure)
+                    continue;
+                const bool same = kept[i].choices == kept[k].choices;
+                CHECK(!same || is_same(&made_by[i], &made_by[k]));
+                n_same += same && kept[i].any;
+                n_other += !same;
+            }
+        for (uint32_t k = 0; k < N; k++)
+            koila__schedule_deinit(&made_by[k]);
+        koila__scheduler_free(w);
+        koila__placed_free(p);
+        rg_deinit(&r);
+    }
+    CHECK(n_same > 20 && n_other > 20);
 }
 
 TEST(schedule__what_whole_needs_is_known_before_it_is_placed)
