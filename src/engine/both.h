@@ -3,13 +3,16 @@
 #ifndef KOILA_SRC_BOTH_H
 #define KOILA_SRC_BOTH_H
 
+#include "engine/effort.h"
 #include "engine/plan_inside.h"
 
 /* Loops of `p`, in slices of one row, become loops over inner steps: those that exceed the budget
  * of `o`, or all of them (axes == KOILA_AXES_BOTH; o->rows counts the entries of a slice of a row).
- * *least: the least that was found where a row fits in no way. The plan is not described again.
+ * *least: the least that was found where a row fits in no way; effort: what planning has taken. The
+ * plan is not described again.
  * Expected: OOM, UNSUPPORTED (p is unchanged, err is not set), NO_MEMORY. */
-koila_status koila__both_cut(koila_plan *p, const koila_plan_options *o, koila__least *least);
+koila_status koila__both_cut(koila_plan *p, const koila_plan_options *o, koila__effort *effort,
+                             koila__least *least);
 /* Frees the inner plans of a schedule. */
 void koila__both_free(koila__schedule *s);
 /* The gathers of the inner plans, told of the nodes and values of `p`: at most `cap`, NULL: none is

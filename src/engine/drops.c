@@ -35,6 +35,9 @@ static koila_node last_from(const koila__placed *p, koila_node recorded)
     return last;
 }
 
+/* In several loops, where bounds are weak, so many choices may need no less. */
+enum { MOST_WORSE = 4 };
+
 /* Of the step that is recomputed: with more, what each loop keeps for the next decides the peak. */
 enum { MOST_LOOPS_RECOMPUTED = 4 };
 
@@ -126,7 +129,8 @@ typedef struct rung {
     const koila__path *path; /* NULL: as `how` says */
     uint32_t choice;         /* of the path */
     uint64_t bound;          /* its peak is no less */
-    double work;             /* nor its work */
+    uint64_t waiting;        /* koila__outline_waiting(), of ladders */
+    double work;             /* nor is its work */
     bool is_out;             /* tried, or nothing to try */
 } rung;
 
@@ -138,6 +142,8 @@ typedef struct rungs {
     koila__outline *usual, *host;
     uint64_t limit; /* choices of paths that are bound to need more are not tried */
     uint64_t part;  /* of a bound, by which the next limit is lower */
+    koila__effort *effort;
+    uint32_t n_nodes;
 } rungs;
 
 static bool choose_rung(const rung *r)
@@ -146,8 +152,9 @@ static bool choose_rung(const rung *r)
                    : koila__outline_choose(r->outline, &r->how);
 }
 
-/* Room for the rungs of ladders and paths. Whatever it returns, end *r with free_rungs(). */
-static koila_status rungs_room(const koila__planning *q, rungs *r)
+/* Room for the rungs of ladders and paths of `base`. Whatever it returns, end *r with free_rungs().
+ */
+static koila_status rungs_room(const koila__planning *q, const koila__way *base, rungs *r)
 {
     const size_t most = KOILA_COUNT(ladder) + KOILA_COUNT(host_ladder) +
                         (size_t)MOST_PATHS * (KOILA__PATH_GROUPS + 1);
@@ -155,6 +162,8 @@ static koila_status rungs_room(const koila__planning *q, rungs *r)
     r->at = koila__arena_array(&r->arena, most, sizeof *r->at);
     r->limit = UINT64_MAX;
     r->part = 512;
+    r->effort = q->effort;
+    r->n_nodes = base->placed->graph->nodes.n;
     return r->at ? KOILA_OK : KOILA_NO_MEMORY;
 }
 
@@ -171,6 +180,7 @@ static void add_rung(rungs *r, koila__outline *outline, koila__recompute how)
     if (!koila__outline_choose(outline, &how))
         return;
     x.bound = koila__outline_bound(outline);
+    x.waiting = koila__outline_waiting(outline);
     x.work = koila__outline_work(outline);
     r->at[r->n++] = x;
 }
@@ -182,6 +192,7 @@ static koila_status add_path(rungs *r, koila_node at, koila__direction direction
     if (!path)
         return KOILA_NO_MEMORY;
     KOILA_TRY(koila__path_make(r->usual, direction, until, &r->arena, path));
+    koila__spend(r->effort, KOILA_COST_NS_CHOICE * path->n_looks, r->n_nodes);
     for (uint32_t i = 0; i < path->n; i++)
         r->at[r->n++] = (rung){ .how = { .at = at },
                                 .outline = r->usual,
@@ -209,23 +220,26 @@ static bool is_compared(const koila__planning *q)
            (q->accepted || !q->options->accepts);
 }
 
-/* In a large step: of the rungs of the ladder that may fit, and of all that is dropped, what may
- * stay stays. */
-static koila_status add_fills(const koila__planning *q, rungs *r, koila_node at)
+/* Of all that is dropped, and of the rungs of the ladder that may fit, what may stay stays;
+ * is_short: as long as there is time. */
+static koila_status add_fills(const koila__planning *q, rungs *r, koila_node at, bool is_short)
 {
     bool is_seen[KOILA_COUNT(ladder)] = { 0 };
     const uint64_t budget = q->options->budget_bytes;
     const uint32_t n = r->n;
     const uint32_t most = is_compared(q) ? 1 : MOST_FILLED;
+    memset(koila__outline_spared(r->usual), 0, koila__outline_n_makers(r->usual));
+    if (koila__outline_choose_makers(r->usual))
+        KOILA_TRY(add_path(r, at, KOILA__FILLS, budget));
     const rung *x = next_to_fill(r, n, is_seen, budget);
     for (uint32_t i = 0; i < most && x; i++, x = next_to_fill(r, n, is_seen, budget)) {
+        if (is_short && koila__is_spent(r->effort))
+            return KOILA_OK;
         is_seen[x - r->at] = true;
         koila__outline_choose(r->usual, &x->how);
         KOILA_TRY(add_path(r, at, KOILA__FILLS, budget));
     }
-    memset(koila__outline_spared(r->usual), 0, koila__outline_n_makers(r->usual));
-    return koila__outline_choose_makers(r->usual) ? add_path(r, at, KOILA__FILLS, budget)
-                                                  : KOILA_OK;
+    return KOILA_OK;
 }
 
 /* A path from rung i of the ladder. */
@@ -253,22 +267,47 @@ static uint64_t least_of(const rungs *r)
     return least;
 }
 
+/* Might another choice fit, if one needs so much? */
+static bool is_in_reach(const koila__planning *q, uint64_t n_bytes)
+{
+    return (double)n_bytes <= KOILA_COST_IN_REACH * (double)q->options->budget_bytes;
+}
+
+/* The same in a large step: what fills the budget; a path down from where nothing is dropped only
+ * where nothing else may fit, and one up where that is near. */
+static koila_status add_few_choices(const koila__planning *q, rungs *r, koila_node at)
+{
+    const uint64_t budget = q->options->budget_bytes;
+    const uint32_t n = r->n;
+    KOILA_TRY(add_fills(q, r, at, true));
+    if (least_of(r) <= budget)
+        return KOILA_OK;
+    KOILA_TRY(add_path_of_all(r, at, KOILA__DROPS));
+    if (!n || least_of(r) <= budget || !is_in_reach(q, least_of(r)))
+        return KOILA_OK;
+    return add_path_of_rung(r, at, 0, KOILA__SPARES_DEAR);
+}
+
 /* Choices beside those of the ladder, which are all that there are so far. In a small step all
- * paths; in a large one what fills the budget, and two paths where nothing else may fit. None where
- * the budget is out of reach. */
+ * paths; in a larger one what fills the budget, and two paths. None where the budget is out of
+ * reach. */
 static koila_status add_choices(const koila__planning *q, rungs *r, koila_node at)
 {
     const uint64_t budget = q->options->budget_bytes;
     const uint32_t n_makers = koila__outline_n_makers(r->usual);
     const bool is_small = n_makers <= KOILA_COST_SMALL_STEP;
     const uint32_t n = r->n;
+    if (is_compared(q) && koila__is_spent(q->effort))
+        return KOILA_OK;
     if (koila__outline_is_hopeless(r->usual, least_of(r), budget))
         return KOILA_OK;
-    if (!is_small)
-        KOILA_TRY(add_fills(q, r, at));
     const uint32_t most =
         q->options->host_price > 0 ? KOILA_COST_LARGE_STEP_WITH_HOST : KOILA_COST_LARGE_STEP;
-    if (!is_small && (is_compared(q) || n_makers > most) && least_of(r) <= budget)
+    if (n_makers > most)
+        return add_few_choices(q, r, at);
+    if (!is_small)
+        KOILA_TRY(add_fills(q, r, at, false));
+    if (!is_small && is_compared(q) && least_of(r) <= budget)
         return KOILA_OK;
     for (uint32_t i = 0; i < (is_small ? n : n > 0); i++)
         KOILA_TRY(add_path_of_rung(r, at, i, KOILA__SPARES_DEAR));
@@ -297,6 +336,8 @@ static koila_status make_rungs(const koila__planning *q, const koila__way *base,
         x.at = at;
         add_rung(r, r->usual, x);
     }
+    koila__spend(q->effort, KOILA_COST_NS_OUTLINE + KOILA_COST_NS_CHOICE * KOILA_COUNT(ladder),
+                 r->n_nodes);
     KOILA_TRY(add_choices(q, r, at));
     if (!(o->host_price > 0))
         return KOILA_OK;
@@ -323,6 +364,7 @@ static koila_status make_way(const koila__planning *q, const koila__way *base, c
     out->targets = koila__arena_array(&q->plan->arena, q->n_targets, sizeof *out->targets);
     if (!out->targets)
         return KOILA_NO_MEMORY;
+    koila__spend(q->effort, KOILA_COST_NS_AGAIN, base->placed->graph->nodes.n);
     KOILA_TRY(koila__recompute_new(r->outline, base->placed, base->targets, q->n_targets, r->how,
                                    q->mem, &out->placed, out->targets));
     koila_assert(out->placed);
@@ -410,9 +452,15 @@ static koila_status try_rung(const koila__planning *q, const koila__way *base, r
 static koila_status climb(const koila__planning *q, const koila__way *base, rungs *r,
                           koila__way *best)
 {
+    uint32_t n_worse = 0;
     rung *x = least_work(r, q->options->budget_bytes);
-    for (; x && is_less(x->work, best); x = least_work(r, q->options->budget_bytes))
+    for (; x && is_less(x->work, best) && n_worse < MOST_WORSE;
+         x = least_work(r, q->options->budget_bytes)) {
+        const uint64_t before = best->placed ? best->peak : UINT64_MAX;
         KOILA_TRY(try_rung(q, base, r, x, best));
+        n_worse =
+            base->schedule.n_loops < 2 || best->accepted || best->peak < before ? 0 : n_worse + 1;
+    }
     x = best->accepted ? NULL : least_bound(r);
     for (; x && x->bound < q->least && (!best->placed || x->bound < best->peak);
          x = least_bound(r)) {
@@ -433,7 +481,7 @@ static koila_status drop_up_to(const koila__planning *q, const koila__way *base,
 {
     const uint64_t budget = q->options->budget_bytes;
     rungs r = { .n = 0 };
-    koila_status status = rungs_room(q, &r);
+    koila_status status = rungs_room(q, base, &r);
     if (status == KOILA_OK)
         status = make_rungs(q, base, at, &r);
     if (status == KOILA_OK) {
@@ -553,6 +601,7 @@ koila_status koila__drop_unrolled(const koila__planning *q, const koila__placed 
     KOILA_TRY(koila__way_room(q, &base));
     KOILA_TRY(koila__unroll_new(q->graph, along, targets, q->n_targets, n_slices, q->mem,
                                 &base.placed, base.targets));
+    koila__spend(q->effort, KOILA_COST_NS_UNROLL, base.placed->graph->nodes.n);
     koila__rows_for(q->graph, 1, base.rows);
     koila_status status = koila__way_keep_all(q, &base);
     if (status != KOILA_OK) {
@@ -577,6 +626,7 @@ static koila_status drop(koila__planning *q, const koila__way *way, rung *r, koi
     r->is_out = true;
     KOILA_TRY(koila__way_room(q, next));
     koila__outline_choose(r->outline, &r->how);
+    koila__spend(q->effort, KOILA_COST_NS_AGAIN, way->placed->graph->nodes.n);
     KOILA_TRY(koila__recompute_new(r->outline, way->placed, way->targets, q->n_targets, r->how,
                                    q->mem, &next->placed, next->targets));
     const koila_status status = koila__search_placed(q, keeps, KOILA_COUNT(keeps), next);
@@ -609,8 +659,13 @@ static koila_status make_rungs_along(const koila__planning *q, const koila__way 
         x.n_segments = n_segments[i];
         add_rung(r, r->usual, x);
     }
+    koila__spend(q->effort, KOILA_COST_NS_OUTLINE + KOILA_COST_NS_CHOICE * KOILA_COUNT(n_segments),
+                 r->n_nodes);
     return KOILA_OK;
 }
+
+/* Of a way along another axis: with no more, its forward and backward pass share one. */
+enum { FEW_LOOPS = 2 };
 
 /* *best becomes `way` with the results of rung x dropped, if that is better. */
 static koila_status try_along(koila__planning *q, const koila__way *way, rung *x, koila__way *best,
@@ -633,45 +688,89 @@ static bool may_be_least(const koila__planning *q, const koila__way *way, const 
            x->bound < way->peak - way->peak / KOILA_COST_NEAR;
 }
 
-/* No rung may fit, so one is for the error. In one loop it is the one of the least bound. In
- * several bounds are weak: most often few segments need the least, though not the fewest. */
+/* No rung may fit, so one is for the error, where the way as it is may be the least of all: the one
+ * of the least bound; in several loops, where bounds are weak, the one by which the least waits. */
 static koila_status climb_for_error(koila__planning *q, const koila__way *way, rungs *r,
                                     koila__way *best)
 {
+    const bool is_weak = way->schedule.n_loops > 1;
+    rung *x = least_bound(r);
     bool is_better;
-    if (way->schedule.n_loops <= 1) {
-        rung *x = least_bound(r);
-        return may_be_least(q, way, x) ? try_along(q, way, x, best, &is_better) : KOILA_OK;
-    }
-    for (uint32_t i = 0; i < r->n; i++)
-        if ((r->at[i].how.n_segments == 5 || r->at[i].how.n_segments == 3) &&
-            may_be_least(q, way, &r->at[i]))
-            KOILA_TRY(try_along(q, way, &r->at[i], best, &is_better));
-    return KOILA_OK;
+    for (uint32_t i = 0; is_weak && i < r->n; i++)
+        x = r->at[i].waiting < x->waiting ? &r->at[i] : x;
+    if (way->peak > q->least || !may_be_least(q, way, x))
+        return KOILA_OK;
+    return try_along(q, way, x, best, &is_better);
 }
 
-/* *best becomes the rung of the least time. If none fits, the best one is tried with loops apart.
- */
+/* By rung x, does little enough wait between the loops to fit? In few loops nothing need wait. */
+static bool waits_little(const koila__planning *q, const koila__way *way, const rung *x)
+{
+    return way->schedule.n_loops <= FEW_LOOPS ||
+           (double)x->waiting <= KOILA_COST_WAITING * (double)q->options->budget_bytes;
+}
+
+/* The rung to be tried next, or NULL: of those by which little enough waits the one of the most
+ * segments, which runs the least again; else the one by which the least waits. */
+static rung *next_along(const koila__planning *q, const koila__way *way, rungs *r)
+{
+    const uint64_t budget = q->options->budget_bytes;
+    rung *best = NULL;
+    for (uint32_t i = 0; i < r->n; i++) {
+        rung *x = &r->at[i];
+        if (x->is_out || x->bound > budget)
+            continue;
+        if (waits_little(q, way, x))
+            return x;
+        if (!best || x->waiting < best->waiting)
+            best = x;
+    }
+    return best;
+}
+
+/* Other numbers of segments may drop the same: they are not tried too. */
+static void leave_out_alike(rungs *r, const rung *x)
+{
+    for (uint32_t i = 0; i < r->n; i++) {
+        rung *y = &r->at[i];
+        y->is_out |= y->waiting == x->waiting && y->bound == x->bound && y->work == x->work;
+    }
+}
+
+/* Is one of the two ways not compared with more? */
+static bool is_any_enough(const koila__planning *q, const koila__way *way, const koila__way *best)
+{
+    return koila__is_enough(q, way) || (best->placed && koila__is_enough(q, best));
+}
+
+/* *best becomes the rung of the least time. Where one fits, others are tried until the time for
+ * planning is over and two in a row were no better, in a small step all; where none does, until
+ * some were no better, or the one by which the least waits misses by far. Then the best one is
+ * tried with loops apart. */
 static koila_status climb_along(koila__planning *q, const koila__way *way, rungs *r,
                                 koila__way *best)
 {
-    uint32_t n_worse = 0; /* in a row */
+    const bool is_small = koila__outline_n_makers(r->usual) <= KOILA_COST_SMALL_STEP;
+    uint32_t n_worse = 0, n_in_a_row = 0;
     rung *taken = NULL;
-    bool is_better;
-    for (uint32_t i = 0; i < r->n; i++) {
-        if (r->at[i].bound > q->options->budget_bytes)
-            continue;
-        KOILA_TRY(try_along(q, way, &r->at[i], best, &is_better));
-        taken = is_better ? &r->at[i] : taken;
-        n_worse = is_better ? 0 : n_worse + 1;
-        if (!best->placed ||
-            !koila__outline_is_hopeless(r->usual, best->peak, q->options->budget_bytes))
-            continue;
-        if (n_worse == 2)
+    for (rung *x = next_along(q, way, r); x; x = next_along(q, way, r)) {
+        bool is_better;
+        const bool fits = best->placed && koila__way_fits(q, best);
+        const bool is_late = !is_small && koila__is_spent(q->effort) && n_in_a_row >= 2;
+        if (is_any_enough(q, way, best) || (fits ? is_late : n_worse == MOST_WORSE))
             break;
-        i += is_better; /* the next one leaves a little less */
+        const bool is_least = !waits_little(q, way, x);
+        KOILA_TRY(try_along(q, way, x, best, &is_better));
+        leave_out_alike(r, x);
+        taken = is_better ? x : taken;
+        n_worse += !is_better;
+        n_in_a_row = is_better ? 0 : n_in_a_row + 1;
+        if ((is_least || n_in_a_row == 2) && best->placed &&
+            koila__outline_is_hopeless(r->usual, best->peak, q->options->budget_bytes))
+            break;
     }
-    if (taken && !koila__way_fits(q, best)) {
+    if (taken && !koila__way_fits(q, best) && is_in_reach(q, best->peak)) {
+        bool is_better;
         taken->how.apart = true;
         KOILA_TRY(try_along(q, way, taken, best, &is_better));
     }
@@ -684,7 +783,7 @@ koila_status koila__drop_along(koila__planning *q, koila_node turn, koila__way *
 {
     koila__way best = { 0 };
     rungs r = { .n = 0 };
-    koila_status status = rungs_room(q, &r);
+    koila_status status = rungs_room(q, way, &r);
     if (status == KOILA_OK)
         status = make_rungs_along(q, way, turn, &r);
     if (status == KOILA_OK)

@@ -76,6 +76,9 @@ bool koila__outline_choose_makers(koila__outline *o);
 uint64_t koila__outline_bound(koila__outline *o);
 /* Is that no more than n_bytes? */
 bool koila__outline_may_fit(koila__outline *o, uint64_t n_bytes);
+/* Bytes, in all rows, of the storages that stay and that the backward pass, or what runs again,
+ * reads. Where loops lie between they wait for those. */
+uint64_t koila__outline_waiting(const koila__outline *o);
 /* Does so much exceed the budget by far, beyond the results of the step? */
 bool koila__outline_is_hopeless(const koila__outline *o, uint64_t bound, uint64_t budget);
 /* The bound, and how much is held near that: each moment counts by a power of its bytes. */

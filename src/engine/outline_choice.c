@@ -200,10 +200,12 @@ static void decide(koila__outline *o, uint32_t k, const koila__recompute *how)
 static void find_first(koila__outline *o)
 {
     memset(o->last, 0xff, o->stores.n * sizeof *o->last); /* KOILA_NONE */
+    memcpy(o->is_late, o->wanted0, o->stores.n * sizeof *o->is_late);
     for (uint32_t k = 0; k < o->makers.n; k++)
         for (uint32_t e = 0; o->is_again[k] && e < o->makers.at[k].n_edges; e++) {
             const uint32_t s = o->edges.at[o->makers.at[k].first_edge + e].store;
             o->is_read[s] |= o->fate[s] == KOILA__STAYS;
+            o->is_late[s] = true;
         }
     for (uint32_t k = o->makers.n; k-- > 0;) {
         const maker *m = &o->makers.at[k];
@@ -267,6 +269,17 @@ bool *koila__outline_spared(koila__outline *o) { return o->is_spared; }
 
 bool koila__outline_is_again(const koila__outline *o, uint32_t k) { return o->is_again[k]; }
 
+uint64_t koila__outline_waiting(const koila__outline *o)
+{
+    uint64_t sum = 0;
+    for (uint32_t s = 0; s < o->stores.n; s++)
+        if (o->fate[s] == KOILA__STAYS && o->is_late[s])
+            sum += o->g->values.at[o->stores.at[s].value].meta == KOILA_NONE
+                       ? 0
+                       : koila__value_meta(o->g, o->stores.at[s].value)->n_bytes;
+    return sum;
+}
+
 double koila__outline_work(const koila__outline *o) { return o->chosen_work; }
 
 /* ---- how it begins */
@@ -285,6 +298,7 @@ koila_status koila__outline_begin_choice(koila__outline *o)
     MAKE(may_wait, S);
     MAKE(need, S);
     MAKE(is_read, S);
+    MAKE(is_late, S);
     MAKE(last, S);
     MAKE(wanted0, S);
     MAKE(stays0, S);

@@ -6,11 +6,13 @@
  * values after the gather stay whole, or are sliced again (Note [After a gather] in place.c). The
  * better plan wins.
  *
- * If no number of rows fits, other axes of the batch are tried, where the caller allows it: the
- * likeliest first, each placed once, with gathered values sliced again. The first that fits in
- * little time is taken. src/engine/axes.c finds them. If none does, that of the least time is
- * compared with the rows one by one, each cut along another axis: src/engine/both.c. At last
- * results are dropped: src/engine/drops.c.
+ * If no number of rows fits, results of the forward pass are dropped (src/engine/drops.c), or each
+ * row becomes a step of its own, which is planned alike (src/engine/both.c): where the rows need
+ * several loops. Other axes of the batch (src/engine/axes.c) are tried too, where the caller allows
+ * it: the likeliest first, each placed once, with gathered values sliced again. If nothing fits,
+ * results are dropped along those as well. Of all that fits the least time is taken; but once
+ * planning has taken long (src/engine/effort.h), what fits in little time is not compared with
+ * more.
  *
  * Where nothing fits, the error tells the least that was found. A way that is bound to need more
  * than the budget, and no less than the least plan so far, is not made.
@@ -317,7 +319,15 @@ static void forget_tried(koila__planning *q)
     q->n_tried = 0;
 }
 
-/* Finds the best way along each axis, up to the first that is quick. */
+/* Does the plan so far not fit, or does the caller not take it? */
+static bool rows_do_not_fit(const koila__planning *q)
+{
+    const koila_plan_options *o = q->options;
+    return q->plan->info.peak_bytes > o->budget_bytes || (o->accepts && !q->accepted);
+}
+
+/* Finds the best way along each axis, up to the first that is quick; if one fits, as long as there
+ * is time. */
 static koila_status try_axes(koila__planning *q)
 {
     koila__axis axes[KOILA__MOST_WAYS];
@@ -342,10 +352,22 @@ static koila_status try_axes(koila__planning *q)
             return status;
         q->n_tried++;
         note_least(q, t);
-        if (is_quick(q, t))
+        if (is_quick(q, t) || koila__is_enough(q, &t->way))
             break;
     }
     return KOILA_OK;
+}
+
+/* Of the ways that were tried, the one that needs the least comes first: dropping results helps it
+ * soonest. */
+static void put_least_first(koila__planning *q)
+{
+    for (uint32_t i = 1; i < q->n_tried; i++)
+        for (uint32_t k = i; k > 0 && q->tried[k].way.peak < q->tried[k - 1].way.peak; k--) {
+            const koila__tried was = q->tried[k];
+            q->tried[k] = q->tried[k - 1];
+            q->tried[k - 1] = was;
+        }
 }
 
 /* The same with results dropped, where a way does not fit without, or loops compute much again. */
@@ -355,6 +377,7 @@ static koila_status drop_along_axes(koila__planning *q)
     if (!q->n_tried)
         return KOILA_OK;
     KOILA_TRY(koila__drop_turn(q, &turn));
+    put_least_first(q);
     for (uint32_t i = 0; i < q->n_tried && turn != KOILA_NONE; i++) {
         koila__tried *t = &q->tried[i];
         koila_plan_options options;
@@ -362,7 +385,7 @@ static koila_status drop_along_axes(koila__planning *q)
         if (!koila__way_fits(q, &t->way) || is_slower(&t->way, KOILA_COST_FORWARD_AGAIN))
             KOILA_TRY(koila__drop_along(&along, turn, &t->way));
         note_least(q, t);
-        if (is_cheap(q, t))
+        if (is_cheap(q, t) || (koila__way_fits(q, &t->way) && koila__is_spent(q->effort)))
             break;
     }
     return KOILA_OK;
@@ -376,13 +399,6 @@ static koila__tried *best_tried(koila__planning *q)
             (!best || koila__way_is_better(q, &q->tried[i].way, &best->way)))
             best = &q->tried[i];
     return best;
-}
-
-/* Does the plan so far not fit, or does the caller not take it? */
-static bool rows_do_not_fit(const koila__planning *q)
-{
-    const koila_plan_options *o = q->options;
-    return q->plan->info.peak_bytes > o->budget_bytes || (o->accepts && !q->accepted);
 }
 
 /* Is the way better than the plan so far, which may fit? */
@@ -482,8 +498,9 @@ static koila_status plan_both(koila__planning *q)
     KOILA_TRY(is_both_open(q, &is_open));
     if (!is_open)
         return KOILA_OOM;
-    const koila_status status = koila__both_cut(p, o, &q->both);
+    const koila_status status = koila__both_cut(p, o, q->effort, &q->both);
     note_made(q, q->both.peak_bytes);
+    q->row_is_too_much = status == KOILA_OOM;
     KOILA_TRY(status);
     p->n_curve = p->info.n_gathers = 0;
     KOILA_TRY(koila__plan_describe(p, o));
@@ -530,13 +547,23 @@ static bool is_slower_axis(const koila__planning *q, double times)
     return (q->dim != KOILA_NONE || q->plan->info.n_inner) && is_slower(&now, times);
 }
 
+/* Is the plan not to be compared with more: because it fits in little more than the time of the
+ * step as recorded, or because planning has taken long? */
+static bool is_settled(const koila__planning *q)
+{
+    const koila__way now = way_of(q);
+    return !rows_do_not_fit(q) &&
+           (koila__is_enough(q, &now) || !is_slower(&now, KOILA_COST_COMPARED));
+}
+
 /* Are results dropped in any case, or compared with the plan so far? */
 static bool asks_to_recompute(const koila__planning *q)
 {
     const bool is_free = q->options->axes == KOILA_AXES_ANY && q->options->rows <= 0;
     return q->options->recomputes &&
            (rows_do_not_fit(q) ||
-            is_slower_axis(q, is_free ? KOILA_COST_COMPARED : KOILA_COST_FORWARD_AGAIN));
+            (!is_settled(q) &&
+             is_slower_axis(q, is_free ? KOILA_COST_COMPARED : KOILA_COST_FORWARD_AGAIN)));
 }
 
 /* Bytes of the results of the step. */
@@ -667,19 +694,47 @@ static koila_status drop_whole(koila__planning *q, koila__way *best)
     return status;
 }
 
+/* The rows with results dropped: in the most slices, or the step of one row where that may fit.
+ * Made once. */
+static koila_status drop_in_rows(koila__planning *q)
+{
+    uint64_t bound;
+    if (q->largest_axis > 1 && !q->is_empty)
+        return drop_in_slices(q);
+    if (q->is_whole_dropped || q->options->rows > 0)
+        return KOILA_OK;
+    KOILA_TRY(koila__floor_whole(q->graph, q->targets, q->n_targets, q->mem, &bound));
+    if (bound > q->options->budget_bytes)
+        return KOILA_OK;
+    q->is_whole_dropped = true;
+    return koila__drop_whole(q, &q->sliced);
+}
+
+/* The rows with results dropped become the plan where they fit. It is described later, for another
+ * way may still be better. */
+static koila_status take_dropped(koila__planning *q)
+{
+    const koila_status status = drop_in_rows(q);
+    if (status != KOILA_OK || !q->sliced.placed || !q->sliced.accepted)
+        return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
+    adopt(q, &q->sliced);
+    q->plan->info.peak_bytes = q->sliced.peak;
+    q->sliced.placed = NULL; /* the plan's now */
+    q->is_bare = true;
+    return KOILA_OK;
+}
+
 /* Nothing fits as recorded: results of the forward pass are dropped and computed again, in the most
  * slices, or in one. The plan changes if that needs less. */
 static koila_status plan_recomputed(koila__planning *q)
 {
     koila_plan *p = q->plan;
     koila__way best = { 0 };
-    koila_status status = KOILA_OK;
-    if (q->largest_axis > 1 && !q->is_empty)
-        status = drop_in_slices(q);
+    koila_status status = drop_in_rows(q);
     koila__way_swap(&best, &q->sliced);
-    if (status == KOILA_OK && !best.accepted && q->options->rows <= 0)
+    if (status == KOILA_OK && !best.accepted && q->options->rows <= 0 && !q->is_whole_dropped)
         status = drop_whole(q, &best);
-    if (status == KOILA_OK && !best.accepted && rows_do_not_fit(q) &&
+    if (status == KOILA_OK && !best.accepted && rows_do_not_fit(q) && !q->row_is_too_much &&
         q->options->axes == KOILA_AXES_ANY)
         status = plan_unrolled(q, &best);
     if (status != KOILA_OK || !best.placed || !is_better_recomputed(q, &best)) {
@@ -712,12 +767,26 @@ static koila_status plan_rows(koila__planning *q)
     find_largest_axis(q);
     KOILA_TRY(choose_way(q));
     KOILA_TRY(koila__plan_describe(q->plan, q->options));
+    q->rows_time = time_so_far(q);
     note_made(q, q->plan->info.peak_bytes);
     return KOILA_OK;
 }
 
-/* Rows; where these do not fit, the best of both together and another axis alone; then another axis
- * with results dropped. */
+/* The step with results dropped, without cutting another axis: a row is a step of its own where all
+ * rows need several loops, between which rows would wait. */
+static koila_status drop_in_rows_first(koila__planning *q)
+{
+    if (!is_row_by_row(q) || q->plan->info.n_loops == 1)
+        return take_dropped(q);
+    q->is_both_tried = true;
+    const koila_status status = plan_both(q);
+    if (status == KOILA_UNSUPPORTED)
+        return take_dropped(q);
+    return status == KOILA_OOM ? KOILA_OK : status;
+}
+
+/* Rows; where these do not fit, rows with results dropped. They are compared with the best of both
+ * together and another axis alone; if nothing fits, with another axis with results dropped. */
 static koila_status plan_axes(koila__planning *q)
 {
     const koila_plan_options *o = q->options;
@@ -728,15 +797,20 @@ static koila_status plan_axes(koila__planning *q)
     KOILA_TRY(plan_rows(q));
     if (o->axes == KOILA_AXES_ROWS || o->rows > 0 || !rows_do_not_fit(q))
         return KOILA_OK;
+    if (o->recomputes)
+        KOILA_TRY(drop_in_rows_first(q));
+    if (is_settled(q))
+        return KOILA_OK;
     KOILA_TRY(try_axes(q));
     const koila__tried *best = best_tried(q);
-    if (o->recomputes && !(best && is_quick(q, best))) {
+    const bool is_enough = best && (is_quick(q, best) || koila__is_enough(q, &best->way));
+    if (o->recomputes && rows_do_not_fit(q) && !q->is_both_tried && !is_enough) {
         const koila_status status = plan_both(q);
         if (status != KOILA_OK && status != KOILA_OOM && status != KOILA_UNSUPPORTED)
             return status;
     }
     KOILA_TRY(take_other_axis(q));
-    if (!o->recomputes || !rows_do_not_fit(q))
+    if (!o->recomputes || !rows_do_not_fit(q) || q->row_is_too_much)
         return KOILA_OK;
     KOILA_TRY(drop_along_axes(q));
     return take_other_axis(q);
@@ -767,7 +841,7 @@ static koila_status make_plan(koila__planning *q)
     KOILA_TRY(plan_axes(q));
     if (asks_to_recompute(q))
         KOILA_TRY(plan_recomputed(q));
-    if (o->recomputes && o->axes == KOILA_AXES_ANY && !rows_do_not_fit(q) &&
+    if (o->recomputes && o->axes == KOILA_AXES_ANY && !rows_do_not_fit(q) && !is_settled(q) &&
         is_slower_axis(q, KOILA_COST_FORWARD_AGAIN))
         KOILA_TRY(plan_cheaper_axis(q));
     if (q->is_bare)
@@ -798,9 +872,11 @@ static koila__least least_of(const koila__planning *q)
 koila_status koila__plan_row(const koila_graph *graph, const koila_value *targets,
                              uint32_t n_targets, const uint8_t *adds_on,
                              const koila_plan_options *options, const koila_allocator *mem,
-                             koila_plan **out, koila__least *least, koila_error *err)
+                             koila__effort *effort, koila_plan **out, koila__least *least,
+                             koila_error *err)
 {
     const koila_allocator a = koila__allocator(mem);
+    koila__effort own = koila__effort_for(graph->nodes.n);
     koila_plan *p = koila__realloc(&a, NULL, 0, sizeof *p);
     koila_status status = KOILA_NO_MEMORY;
     if (p) {
@@ -813,6 +889,7 @@ koila_status koila__plan_row(const koila_graph *graph, const koila_value *target
                               .mem = mem,
                               .err = err,
                               .plan = p,
+                              .effort = effort ? effort : &own,
                               .dim = KOILA_NONE,
                               .unit = 1,
                               .adds_on = adds_on,
@@ -841,7 +918,7 @@ koila_status koila_plan_new(const koila_graph *graph, const koila_value *targets
                             uint32_t n_targets, const koila_plan_options *options,
                             const koila_allocator *mem, koila_plan **out, koila_error *err)
 {
-    return koila__plan_row(graph, targets, n_targets, NULL, options, mem, out, NULL, err);
+    return koila__plan_row(graph, targets, n_targets, NULL, options, mem, NULL, out, NULL, err);
 }
 
 void koila_plan_free(koila_plan *p)

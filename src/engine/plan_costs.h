@@ -54,6 +54,15 @@
  * nor all of it tried. */
 #define KOILA_COST_HOPELESS 2
 
+/* What waits between loops is nearly all that they hold: a choice by which so many times the budget
+ * waits is tried only where none does by which less does. */
+#define KOILA_COST_WAITING 1.125
+
+/* A choice of what is dropped that needs more than so many times the budget is not changed a
+ * little, in the hope that it fits then: loops apart need 12 to 14 % less, in steps of
+ * bench/README.md. */
+#define KOILA_COST_IN_REACH 1.25
+
 /* A way that is bound to need as much as the least plan, less this part of it, is not made for the
  * error. */
 #define KOILA_COST_NEAR 32
@@ -67,6 +76,22 @@
 /* A way along another axis that takes at most so many times the time of the step as recorded is not
  * compared with dropping results: finding those takes the time of planning once more. */
 #define KOILA_COST_COMPARED 1.05
+
+/* Planning takes about so many ns a recorded node where something fits in little time: that is not
+ * compared with more once they are spent. A step of few nodes takes the time in any case. */
+#define KOILA_COST_NS_ALLOWED 1000.0
+#define KOILA_COST_NS_AT_LEAST 400000.0
+/* What the passes take, in ns a node of the graph that they go over. Measured on a CPU core (Xeon,
+ * 2.1 GHz) for the models of bench/README.md: only their ratios matter. */
+#define KOILA_COST_NS_PLACE 250.0    /* placing */
+#define KOILA_COST_NS_LOOPS 200.0    /* finding the loops */
+#define KOILA_COST_NS_POLICY 20.0    /* the work of a policy */
+#define KOILA_COST_NS_SCHEDULE 170.0 /* its instructions */
+#define KOILA_COST_NS_LIVE 6.0       /* its peak */
+#define KOILA_COST_NS_OUTLINE 100.0  /* outlining what may be dropped */
+#define KOILA_COST_NS_CHOICE 15.0    /* a choice of it, and its bound */
+#define KOILA_COST_NS_AGAIN 110.0    /* writing the step that follows from one */
+#define KOILA_COST_NS_UNROLL 350.0   /* telling slices as calls of their own */
 
 /* A step whose forward pass is computed twice: the backward pass is about twice as much work. */
 #define KOILA_COST_FORWARD_AGAIN 1.33

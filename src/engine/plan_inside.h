@@ -5,6 +5,7 @@
 
 #include "koila/plan.h"
 
+#include "engine/effort.h"
 #include "engine/schedule.h"
 
 struct koila_plan {
@@ -47,10 +48,11 @@ koila_status koila__plan_no_fit(const koila_plan *p, const koila_graph *recorded
                                 koila_error *err);
 /* koila_plan_new() of a step within a row: adds_on[n_targets], or NULL: sums that are added to what
  * earlier rows left, where that is possible. *least, or NULL: the least that was found where
- * nothing fits. */
+ * nothing fits. effort: what planning has taken, NULL: nothing so far. */
 koila_status koila__plan_row(const koila_graph *graph, const koila_value *targets,
                              uint32_t n_targets, const uint8_t *adds_on,
                              const koila_plan_options *options, const koila_allocator *mem,
-                             koila_plan **out, koila__least *least, koila_error *err);
+                             koila__effort *effort, koila_plan **out, koila__least *least,
+                             koila_error *err);
 
 #endif

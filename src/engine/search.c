@@ -111,6 +111,7 @@ typedef struct search {
 static double work_of(search *x, candidate *c)
 {
     if (!c->is_known) {
+        koila__spend(x->q->effort, KOILA_COST_NS_POLICY, x->found.placed->graph->nodes.n);
         c->work = koila__schedule_work(x->scheduler, c->keep);
         c->kept = koila__scheduler_kept(x->scheduler);
         c->is_known = true;
@@ -145,6 +146,7 @@ static koila_status make_candidate(search *x, candidate *c)
         c->state = REFUSED;
         return KOILA_OK;
     }
+    koila__spend(x->q->effort, KOILA_COST_NS_SCHEDULE, x->found.placed->graph->nodes.n);
     const koila_status status =
         koila__schedule_make(x->scheduler, c->keep, &c->schedule, x->q->err);
     c->state = status == KOILA_OK ? CARRIED_OUT : REFUSED;
@@ -187,6 +189,7 @@ static void set_rows(search *x, int64_t n_slices)
  */
 static uint64_t search_peak(const search *x, const candidate *c, uint64_t bound)
 {
+    koila__spend(x->q->effort, KOILA_COST_NS_LIVE, x->found.placed->graph->nodes.n);
     return koila__plan_peak(x->found.placed, &c->schedule, x->q->options, x->found.rows, bound);
 }
 
@@ -600,6 +603,7 @@ koila_status koila__search_placed(koila__planning *q, const koila__keep *keeps, 
                                   koila__way *s)
 {
     search x = { .q = q, .found = *s, .n_policies = n };
+    koila__spend(q->effort, KOILA_COST_NS_LOOPS, s->placed->graph->nodes.n);
     koila_status status = koila__scheduler_new(&x.scheduler, s->placed, s->targets, q->n_targets,
                                                false, q->mem, q->err);
     if (status == KOILA_OK) {

@@ -76,6 +76,7 @@ static void sort_makers(walk *w)
 static koila__choice look(walk *w)
 {
     koila__outline_choose_makers(w->o);
+    w->path->n_looks++;
     return (koila__choice){ koila__outline_gauge(w->o), koila__outline_work(w->o) };
 }
 
@@ -160,6 +161,7 @@ static bool spare_if_it_fits(walk *w, uint32_t from, uint32_t to, uint64_t budge
     for (uint32_t i = from; i < to; i++)
         move(w, &w->groups[i], false);
     koila__outline_choose_makers(w->o);
+    w->path->n_looks++;
     if (koila__outline_may_fit(w->o, budget))
         return true;
     for (uint32_t i = from; i < to; i++)

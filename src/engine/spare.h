@@ -23,6 +23,7 @@ typedef struct koila__path {
     uint32_t *turn; /* [makers] the first choice in which it is spared, or dropped */
     koila__choice *at;
     uint32_t n;
+    uint32_t n_looks; /* choices that were looked at */
     bool drops;
 } koila__path;
 

@@ -14,7 +14,7 @@ koila_status koila__unroll_new(const koila_graph *recorded, const koila__placed 
                                const koila_value *targets, uint32_t n_targets, uint32_t n_slices,
                                const koila_allocator *mem, koila__placed **out, koila_value *again);
 
-/* Does p, placed along an axis, take single entries along it, as a loop over time does? */
+/* Does p, placed along an axis, take single entries along it, several, as a loop over time does? */
 bool koila__unroll_helps(const koila__placed *p);
 
 #endif

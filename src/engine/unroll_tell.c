@@ -675,11 +675,13 @@ static bool takes(const koila__placed *p, koila_node n, bool *unbinds)
 
 bool koila__unroll_helps(const koila__placed *p)
 {
-    bool unbinds;
-    bool any = false;
-    for (koila_node n = 0; n < p->graph->nodes.n && !any; n++)
-        any = takes(p, n, &unbinds);
-    return any;
+    uint32_t n_taken = 0;
+    for (koila_node n = 0; n < p->graph->nodes.n && n_taken < 2; n++) {
+        bool unbinds;
+        if (takes(p, n, &unbinds))
+            n_taken += unbinds ? 2 : 1;
+    }
+    return n_taken > 1;
 }
 
 /* Node n, which is in no loop. */

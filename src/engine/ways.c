@@ -80,6 +80,7 @@ koila_status koila__way_place(const koila__planning *q, koila__place_fn how, koi
                               koila__placed **out)
 {
     koila__placed *placed = NULL;
+    koila__spend(q->effort, KOILA_COST_NS_PLACE, q->graph->nodes.n);
     if (q->seeds)
         KOILA_TRY(koila__place_along(q->graph, q->seeds, q->targets, q->n_targets, q->mem, &placed,
                                      q->err));
@@ -205,6 +206,15 @@ double koila__recorded_time(const koila__schedule *s)
     return s->work_recorded + KOILA_COST_BYTES_PER_CALL * s->n_needed;
 }
 
+bool koila__is_enough(const koila__planning *q, const koila__way *w)
+{
+    const double recorded = koila__recorded_time(&w->schedule);
+    const double least = q->rows_time > recorded ? q->rows_time : recorded;
+    return koila__is_spent(q->effort) && koila__way_fits(q, w) &&
+           koila__way_time(w) <= KOILA_COST_FORWARD_AGAIN * least &&
+           w->schedule.work <= KOILA_COST_FORWARD_AGAIN * w->schedule.work_recorded;
+}
+
 bool koila__way_may_be_least(const koila__planning *q, uint64_t bound)
 {
     return bound < q->least - q->least / KOILA_COST_NEAR;
@@ -251,6 +261,8 @@ koila_status koila__way_room(const koila__planning *q, koila__way *s)
 /* Schedules s->placed, keeping all. */
 koila_status koila__way_keep_all(const koila__planning *q, koila__way *s)
 {
+    koila__spend(q->effort, KOILA_COST_NS_LOOPS + KOILA_COST_NS_SCHEDULE,
+                 s->placed->graph->nodes.n);
     return koila__schedule_init(&s->schedule, s->placed, s->targets, q->n_targets,
                                 (koila__keep){ .horizon = UINT32_MAX }, q->mem, q->err);
 }

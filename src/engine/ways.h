@@ -2,6 +2,7 @@
 #ifndef KOILA_SRC_WAYS_H
 #define KOILA_SRC_WAYS_H
 
+#include "engine/effort.h"
 #include "engine/plan_inside.h"
 
 typedef struct koila__tried koila__tried;
@@ -29,7 +30,9 @@ typedef struct koila__planning {
     const koila_allocator *mem;
     koila_error *err;
     koila_plan *plan;
+    koila__effort *effort; /* shared with the planning of a row, and along other axes */
     int64_t largest_axis;
+    double rows_time;       /* koila__way_time() of the rows, as they were planned first */
     bool is_empty;          /* an axis has no rows: nothing to slice */
     bool whole_fits;        /* one slice fits by its sum of live bytes */
     bool accepted;          /* the caller takes the plan */
@@ -43,8 +46,10 @@ typedef struct koila__planning {
     uint32_t n_tried;
     koila__tried *taken;        /* the one that the plan is, if it is one */
     const koila__placed *plain; /* the plan's by rows: of koila__place(), in one loop; or NULL */
-    koila__way sliced; /* plan.c: rows with results dropped, where is_sliced; not the plan's */
-    bool is_sliced;
+    koila__way sliced;          /* plan.c: rows with results dropped; not the plan's */
+    bool is_both_tried;
+    bool row_is_too_much; /* along no axis a row fits, with results dropped: nor do more of them */
+    bool is_sliced, is_whole_dropped; /* made: of the most slices; of the step whole */
     koila__way whole; /* koila__way_whole(); the plan's until another one is adopted, or its own */
     bool is_bare;     /* the plan is not described yet */
     bool is_lazy;     /* what cannot fit is not scheduled: koila__way.is_bound */
@@ -72,6 +77,9 @@ void koila__way_swap(koila__way *a, koila__way *b);
 void koila__way_free(koila__way *w); /* nothing if it is not placed */
 /* Is it within the budget, and taken by the caller? */
 bool koila__way_fits(const koila__planning *q, const koila__way *w);
+/* Is it not compared with more: for planning has taken long, and it fits, at no more work than the
+ * forward pass again, and in no more time than rows one by one and that? */
+bool koila__is_enough(const koila__planning *q, const koila__way *w);
 /* The estimated time of a way, in bytes moved: its work, and its calls, of which thin slices have
  * many. */
 double koila__way_time(const koila__way *w);

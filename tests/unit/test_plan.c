@@ -750,6 +750,52 @@ TEST(plan__rows_that_are_cut_along_another_axis_need_no_less_than_their_floor)
     CHECK(n_with == 200 && n_close > 50 && n_seen > 20);
 }
 
+/* The plan of r, and what finding it took: of none that was allowed, or of more than enough. */
+static koila_status plan_within(const random_graph *r, koila_plan_options o, bool is_allowed,
+                                koila_plan **p, double *took)
+{
+    koila__effort effort = { .spent = 1, .allowed = is_allowed ? 1e15 : 0 };
+    const koila_status status =
+        koila__plan_row(r->g, r->targets, r->n_targets, NULL, &o, NULL, &effort, p, NULL, NULL);
+    *took = effort.spent - 1;
+    return status;
+}
+
+/* Where no time is allowed for planning, the first way that fits in little time is taken: but one
+ * is found where one is with all the time. */
+TEST(plan__what_fits_is_found_however_little_time_there_is_for_planning)
+{
+    uint32_t n_found = 0, n_refused = 0, n_shorter = 0;
+    for (uint64_t seed = 1; seed <= 200; seed++) {
+        random_graph r;
+        tower_init(&r, seed);
+        koila_plan_options o = options(UINT64_MAX, 0);
+        const uint64_t whole = info_of(&r, o).peak_bytes;
+        o.axes = KOILA_AXES_ANY;
+        o.recomputes = true;
+        for (uint32_t i = 1; i <= 10; i++) {
+            koila_plan *all = NULL, *first = NULL, *again = NULL;
+            double took_all, took_first, took_again;
+            o.budget_bytes = whole * i / 11;
+            const koila_status status = plan_within(&r, o, true, &all, &took_all);
+            CHECK_EQ(plan_within(&r, o, false, &first, &took_first), status);
+            CHECK_EQ(plan_within(&r, o, true, &again, &took_again), status);
+            CHECK(took_first <= took_all && took_again == took_all && took_first > 0);
+            CHECK(status == KOILA_OK ? same_plan(all, again) : status == KOILA_OOM);
+            n_found += status == KOILA_OK;
+            n_refused += status == KOILA_OOM;
+            n_shorter += took_first < took_all;
+            koila_plan_free(all);
+            koila_plan_free(first);
+            koila_plan_free(again);
+        }
+        rg_deinit(&r);
+    }
+    CHECK(n_found > 500 && n_refused > 100 && n_shorter > 50);
+    printf("  %u plans, %u budgets that none fits, %u found sooner\n", n_found, n_refused,
+           n_shorter);
+}
+
 /* Of slices of one row it is a bound of two slices or more, under each policy. */
 TEST(plan__the_bound_of_one_row_is_one_of_all_slices)
 {
