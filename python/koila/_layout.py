@@ -27,9 +27,9 @@ def as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         full[3] = full[0].storage_offset()
     elif _core.begins_within(full[0]):
         raise UnsupportedError(
-            f"as_strided(storage_offset={full[3]}) counts from where the memory begins, and the batch "
-            "is a view that begins later: what lies before it is no part of the step. Leave the "
-            "offset out, or pass lazy() a clone() of the view"
+            f"as_strided(storage_offset={full[3]}) counts from where the memory begins, and the "
+            "batch is a view that begins later: what lies before it is no part of the step. Leave "
+            "the offset out, or pass lazy() a clone() of the view"
         )
     return _core.record(func, tuple(full), {})
 

@@ -390,8 +390,8 @@ def _rnn_workspace(args: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, .
 def _with_workspace(
     said: tuple[Any, ...], n_bytes: Callable[[int], int], rows: int, more: int
 ) -> tuple[Any, ...]:
-    """`said`, with the size that `n_bytes(rows)` would tell: of at most `more` rows it is asked for,
-    and beyond them it grows linearly."""
+    """`said`, with the size that `n_bytes(rows)` would tell: it is asked for at most `more` rows,
+    beyond which the size grows linearly."""
     few = (more + 1) // 2
     try:
         size = n_bytes(more)

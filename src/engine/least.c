@@ -3,8 +3,9 @@
  * A search within a budget stops where nothing can fit any more, so it makes few of the plans that
  * fit a little more. Whoever is told what is missing wants to know the least. So plans are made for
  * budgets between the one that does not do and one that does, halved until these are next to each
- * other, or planning has taken long. A smaller budget never fits where a larger one does not, but for the rules of thumb that
- * end a search early: what is told is a budget in which a plan was made. */
+ * other, or planning has taken long. A smaller budget never fits where a larger one does not, but
+ * for the rules of thumb that end a search early: what is told is a budget in which a plan was
+ * made. */
 #include "engine/least.h"
 
 #include "graph/table.h"
@@ -25,7 +26,7 @@ static koila_status fits_in(const koila__planning *q, uint64_t budget, uint64_t 
     o.finds_least = false;
     o.accepts = NULL; /* the sum of live bytes decides, as in what is told otherwise */
     const koila_status status = koila__plan_row(q->graph, q->targets, q->n_targets, q->adds_on, &o,
-                                                q->mem, &plan, &least, NULL);
+                                                q->mem, NULL, &plan, &least, NULL);
     koila_plan_free(plan);
     *needs = least.peak_bytes;
     return status;

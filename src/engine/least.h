@@ -1,5 +1,5 @@
-/* least.h — the smallest budget in which a step that does not fit would fit. Internal to src/engine.
- */
+/* least.h — the smallest budget in which a step that does not fit would fit. Internal to
+ * src/engine. */
 #ifndef KOILA_SRC_LEAST_H
 #define KOILA_SRC_LEAST_H
 

@@ -39,7 +39,7 @@ typedef struct koila__group {
     bool factory;
     /* `factory` is set, and nothing lazy was written into it yet */
     bool no_lazy_data;
-    bool begins_within; /* the base is a leaf that begins in the middle of its memory */
+    bool begins_within;            /* the base is a leaf that begins in the middle of its memory */
     struct koila__handle *handles; /* list, linked by next_in_group */
     /* those that have a value, the base's and the views read since the last write: a write takes
      * them theirs, and does not walk the others. Linked by next_with_value. */
@@ -141,8 +141,6 @@ int koila__tape_add_random(koila__tape *t, koila_node n, PyObject *generator, Py
 /* live handles of all tapes; 0: nothing is lazy now */
 extern uint64_t koila__n_handles;
 extern uint32_t koila__n_factories; /* live groups with `factory` */
-/* Is o a lazy tensor whose memory is that of a leaf, which begins in the middle of it? */
-bool koila__begins_within(PyObject *o);
 /* Made with refs 0: the first wrapper owns it. */
 koila__group *koila__group_new(koila__tape *t, koila_value base, koila_meta meta);
 void koila__group_free(koila__group *g);
@@ -266,6 +264,8 @@ static inline bool koila__is_lazy(PyObject *o)
 {
     return koila__has_slot(o) && !koila__is_settled(o);
 }
+/* Is o a lazy tensor whose memory is that of a leaf, which begins in the middle of it? */
+bool koila__begins_within(PyObject *o);
 PyObject *koila__moved_meanwhile(void); /* UnsupportedError */
 /* A wrapper for (group, chain). Steals nothing; takes references on group and chain. */
 PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, koila_meta meta,

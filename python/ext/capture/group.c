@@ -192,11 +192,6 @@ koila__chain *koila__chain_new(koila__chain *parent, koila_link link, koila_meta
     return c;
 }
 
-bool koila__begins_within(PyObject *o)
-{
-    return koila__is_lazy(o) && koila__handle_of(o)->group->begins_within;
-}
-
 void koila__group_is_factory(koila__group *g, bool no_lazy_data)
 {
     koila__n_factories += !g->factory;

@@ -56,6 +56,11 @@ PyTypeObject koila__handle_type = {
     .tp_doc = "What a LazyTensor stands for: a value of a tape.",
 };
 
+bool koila__begins_within(PyObject *o)
+{
+    return koila__is_lazy(o) && koila__handle_of(o)->group->begins_within;
+}
+
 PyObject *koila__moved_meanwhile(void)
 {
     return koila__unsupported(

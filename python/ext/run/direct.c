@@ -54,20 +54,24 @@ struct koila__direct {
     form at[MOST_ARGUMENTS];
 };
 
-bool koila__direct_setup(PyObject *version)
+/* Looks torch's functions up, once. */
+static void look_up_abi(void)
 {
+    static bool is_done;
     long major, minor;
-    if (torch_abi.version || !koila__shim.wrap ||
-        !PyArg_ParseTuple(version, "ll", &major, &minor)) {
-        PyErr_Clear();
-        return torch_abi.version;
-    }
     Dl_info torch;
-    void *lib = dladdr((void *)koila__shim.drop, &torch)
-                    ? dlopen(torch.dli_fname, RTLD_LAZY | RTLD_NOLOAD)
-                    : NULL;
+    if (is_done)
+        return;
+    is_done = true;
+    if (!koila__shim.wrap || !dladdr((void *)koila__shim.drop, &torch))
+        return;
+    if (!PyArg_ParseTuple(koila__torch.version, "ll", &major, &minor)) {
+        PyErr_Clear();
+        return;
+    }
+    void *lib = dlopen(torch.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
     if (!lib)
-        return false;
+        return;
 #define FIND(function, name) *(void **)&torch_abi.function = dlsym(lib, name)
     FIND(call, "torch_call_dispatcher");
     FIND(new_tensor, "aoti_torch_new_tensor_handle");
@@ -80,7 +84,6 @@ bool koila__direct_setup(PyObject *version)
     if (torch_abi.call && torch_abi.new_tensor && torch_abi.new_optional &&
         torch_abi.delete_optional && torch_abi.new_list && torch_abi.push && torch_abi.delete_list)
         torch_abi.version = (uint64_t)major << 56 | (uint64_t)minor << 48;
-    return torch_abi.version;
 }
 
 /* ---- the form of a call, once a signature */
@@ -255,6 +258,7 @@ static bool is_on_cpu(const koila_sig_info *s)
 koila__direct *koila__direct_new(const koila_sig_info *s, PyObject *const *objects)
 {
     const uint32_t flags = koila_op_flags(koila__table, s->op);
+    look_up_abi();
     if (!torch_abi.version || s->n_writes || flags & KOILA_OP_RANDOM || !is_on_cpu(s) ||
         s->n_pos + s->n_kw > MOST_ARGUMENTS || s->n_outputs > MOST_RESULTS)
         return NULL;

@@ -43,6 +43,7 @@ extern struct koila__torch_calls {
     PyObject *skip_next;     /* torch._C._set_skip_next_torch_function; NULL: torch is older */
     PyObject *pseudo;        /* dict of koila._run.PSEUDO */
     PyObject *direct_schema; /* koila._run.direct_schema */
+    PyObject *version;       /* (major, minor) */
     PyObject *own_generator;
     /* the lengths of torch's stacks of modes, and koila._torch.ModesAside */
     PyObject *n_dispatch_modes, *n_function_modes, *modes_aside;
@@ -61,9 +62,6 @@ PyObject *koila__torch_cast(PyObject *t, koila_dtype dtype);
 
 /* ---- direct.c */
 typedef struct koila__direct koila__direct;
-/* Looks up torch's stable C ABI, of `version`, a tuple (major, minor). False: it lacks something,
- * and no call is direct. */
-bool koila__direct_setup(PyObject *version);
 /* How calls of a signature go there. objects[n_pos + n_kw]: its constants, NULL for what holds
  * tensors. Owned by the caller; NULL without an exception: they do not. */
 koila__direct *koila__direct_new(const koila_sig_info *s, PyObject *const *objects);

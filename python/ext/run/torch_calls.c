@@ -55,6 +55,7 @@ static bool look_up_all(PyObject *torch, PyObject *aten, PyObject *mine)
            look_up(&koila__torch.guards, mine, "guards") &&
            look_up(&koila__torch.pseudo, mine, "PSEUDO") &&
            look_up(&koila__torch.direct_schema, mine, "direct_schema") &&
+           look_up(&koila__torch.version, mine, "VERSION") &&
            look_up(&koila__torch.own_generator, mine, "own_generator") &&
            look_up(&koila__torch.n_dispatch_modes, mine, "n_dispatch_modes") &&
            look_up(&koila__torch.n_function_modes, mine, "n_function_modes") &&
@@ -79,11 +80,6 @@ int koila__torch_setup(void)
                                     PyCFunction_GET_FLAGS(koila__torch.skip_next) == METH_O))
         Py_CLEAR(koila__torch.skip_next);
     Py_XDECREF(c);
-    PyObject *version = koila__torch.ready ? PyObject_GetAttrString(mine, "VERSION") : NULL;
-    koila__torch.ready = version != NULL;
-    if (version)
-        koila__direct_setup(version);
-    Py_XDECREF(version);
     Py_XDECREF(torch);
     Py_XDECREF(ops);
     Py_XDECREF(aten);
