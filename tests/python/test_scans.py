@@ -1,6 +1,8 @@
 """A loop over time in Python, x[:, t] and a state that goes from step to step: one sample that does
 not fit trains in slices of time, and the step is eager's."""
 
+import gc
+
 import loop_programs
 import pytest
 import torch
@@ -172,6 +174,7 @@ class Step:
         loss_of(self.model, *self.batch).backward()
         self.expected = model_state(self.model)
         clear(self.model)
+        gc.collect()  # what is garbage already is not to be freed in the middle
         base = _core.cpu_bytes_current()
         koila_step(self.model, loss_of, self.batch, 1)
         self.gradients = sum(p.numel() * p.element_size() for p in self.model.parameters())
