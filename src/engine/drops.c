@@ -220,9 +220,8 @@ static bool is_compared(const koila__planning *q)
            (q->accepted || !q->options->accepts);
 }
 
-/* Of all that is dropped, and of the rungs of the ladder that may fit, what may stay stays;
- * is_short: as long as there is time. */
-static koila_status add_fills(const koila__planning *q, rungs *r, koila_node at, bool is_short)
+/* Of all that is dropped, and of the rungs of the ladder that may fit, what may stay stays. */
+static koila_status add_fills(const koila__planning *q, rungs *r, koila_node at)
 {
     bool is_seen[KOILA_COUNT(ladder)] = { 0 };
     const uint64_t budget = q->options->budget_bytes;
@@ -233,8 +232,6 @@ static koila_status add_fills(const koila__planning *q, rungs *r, koila_node at,
         KOILA_TRY(add_path(r, at, KOILA__FILLS, budget));
     const rung *x = next_to_fill(r, n, is_seen, budget);
     for (uint32_t i = 0; i < most && x; i++, x = next_to_fill(r, n, is_seen, budget)) {
-        if (is_short && koila__is_spent(r->effort))
-            return KOILA_OK;
         is_seen[x - r->at] = true;
         koila__outline_choose(r->usual, &x->how);
         KOILA_TRY(add_path(r, at, KOILA__FILLS, budget));
@@ -279,7 +276,7 @@ static koila_status add_few_choices(const koila__planning *q, rungs *r, koila_no
 {
     const uint64_t budget = q->options->budget_bytes;
     const uint32_t n = r->n;
-    KOILA_TRY(add_fills(q, r, at, true));
+    KOILA_TRY(add_fills(q, r, at));
     if (least_of(r) <= budget)
         return KOILA_OK;
     KOILA_TRY(add_path_of_all(r, at, KOILA__DROPS));
@@ -306,7 +303,7 @@ static koila_status add_choices(const koila__planning *q, rungs *r, koila_node a
     if (n_makers > most)
         return add_few_choices(q, r, at);
     if (!is_small)
-        KOILA_TRY(add_fills(q, r, at, false));
+        KOILA_TRY(add_fills(q, r, at));
     if (!is_small && is_compared(q) && least_of(r) <= budget)
         return KOILA_OK;
     for (uint32_t i = 0; i < (is_small ? n : n > 0); i++)
