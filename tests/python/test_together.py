@@ -703,6 +703,24 @@ def test_sam_two_steps_an_update():
     assert_same(expected, got, 1e-11)
 
 
+def trained_by(trainer, tmp_path, **how):
+    """The parameters of a small GPT-2 that this class of Trainers has trained."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    data = [{"input_ids": r, "labels": r} for r in torch.randint(0, 31, (16, 9))]
+    args = transformers.TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=8,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        **how,
+    )
+    model = gpt2()
+    trainer(model=model, args=args, train_dataset=data).train()
+    return model_state(model, grads=False)
+
+
 def test_hf_trainer(tmp_path):
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
@@ -711,24 +729,9 @@ def test_hf_trainer(tmp_path):
         def compute_loss(self, model, inputs, **kw):
             return super().compute_loss(model, lazy(inputs), **kw)
 
-    def train(cls):
-        torch.manual_seed(0)
-        data = [{"input_ids": r, "labels": r} for r in torch.randint(0, 31, (16, 9))]
-        args = transformers.TrainingArguments(
-            str(tmp_path),
-            per_device_train_batch_size=8,
-            max_steps=2,
-            report_to=[],
-            use_cpu=True,
-            save_strategy="no",
-        )
-        model = gpt2()
-        cls(model=model, args=args, train_dataset=data).train()
-        return model_state(model, grads=False)
-
-    expected = train(transformers.Trainer)
+    expected = trained_by(transformers.Trainer, tmp_path, max_steps=2)
     with koila.micro_batch(3):
-        got = train(Lazy)
+        got = trained_by(Lazy, tmp_path, max_steps=2)
     assert_same(expected, got, 1e-4)
 
 
@@ -751,26 +754,10 @@ def test_trainer_with_torch_compile_runs_compiled_on_slices(tmp_path, monkeypatc
 
         return run
 
-    def train(cls, **how):
-        torch.manual_seed(0)
-        data = [{"input_ids": r, "labels": r} for r in torch.randint(0, 31, (16, 9))]
-        args = transformers.TrainingArguments(
-            str(tmp_path),
-            per_device_train_batch_size=8,
-            max_steps=4,
-            report_to=[],
-            use_cpu=True,
-            save_strategy="no",
-            **how,
-        )
-        model = gpt2()
-        cls(model=model, args=args, train_dataset=data).train()
-        return model_state(model, grads=False)
-
-    expected = train(transformers.Trainer)
+    expected = trained_by(transformers.Trainer, tmp_path, max_steps=4)
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", compile_fx_inner)
     with koila.micro_batch(3):
-        got = train(Lazy, torch_compile=True)
+        got = trained_by(Lazy, tmp_path, max_steps=4, torch_compile=True)
     assert_same(expected, got, 1e-4)
     n_loops = len(koila.last_plan().loops)
     assert ran == [0, 0, 2 * n_loops, 2 * n_loops], "in each full slice, once they are compiled"

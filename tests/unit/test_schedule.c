@@ -481,6 +481,18 @@ static bool is_same(const koila__schedule *a, const koila__schedule *b)
     return same;
 }
 
+/* A random step, placed, with a scheduler of it. targets[RG_MAX_VALUES] outlives it. */
+static void make_scheduler(uint64_t seed, random_graph *r, koila__placed **p, koila_value *targets,
+                           koila__scheduler **w)
+{
+    if (rg_init(r, NULL, seed, NULL, 0, 60) != KOILA_OK)
+        abort();
+    CHECK(koila__place(r->g, r->targets, r->n_targets, NULL, p, NULL) == KOILA_OK);
+    for (uint32_t i = 0; i < r->n_targets; i++)
+        targets[i] = (*p)->lowered[r->targets[i]];
+    CHECK_EQ(koila__scheduler_new(w, *p, targets, r->n_targets, true, NULL, NULL), KOILA_OK);
+}
+
 TEST(schedule__a_scheduler_used_again_makes_what_a_fresh_one_makes_and_knows_the_work_before)
 {
     static const koila__keep keeps[] = { { .horizon = 0, .max_instrs = 1, .cheap = true },
@@ -491,15 +503,10 @@ TEST(schedule__a_scheduler_used_again_makes_what_a_fresh_one_makes_and_knows_the
     uint32_t n_exact = 0, n_many = 0, n_kept = 0, n_tight = 0, n_close = 0;
     for (uint64_t seed = 1; seed <= 150; seed++) {
         random_graph r;
-        if (rg_init(&r, NULL, seed, NULL, 0, 60) != KOILA_OK)
-            abort();
         koila__placed *p = NULL;
         koila__scheduler *w = NULL;
         koila_value targets[RG_MAX_VALUES];
-        CHECK(koila__place(r.g, r.targets, r.n_targets, NULL, &p, NULL) == KOILA_OK);
-        for (uint32_t i = 0; i < r.n_targets; i++)
-            targets[i] = p->lowered[r.targets[i]];
-        CHECK_EQ(koila__scheduler_new(&w, p, targets, r.n_targets, true, NULL, NULL), KOILA_OK);
+        make_scheduler(seed, &r, &p, targets, &w);
         double least = -1;
         for (size_t k = 0; k < KOILA_COUNT(keeps); k++) {
             koila__schedule again = { 0 }, fresh = { 0 };
@@ -562,15 +569,10 @@ TEST(schedule__policies_of_the_same_choices_make_the_same_schedule)
     uint32_t n_same = 0, n_other = 0;
     for (uint64_t seed = 1; seed <= 150; seed++) {
         random_graph r;
-        if (rg_init(&r, NULL, seed, NULL, 0, 60) != KOILA_OK)
-            abort();
         koila__placed *p = NULL;
         koila__scheduler *w = NULL;
         koila_value targets[RG_MAX_VALUES];
-        CHECK(koila__place(r.g, r.targets, r.n_targets, NULL, &p, NULL) == KOILA_OK);
-        for (uint32_t i = 0; i < r.n_targets; i++)
-            targets[i] = p->lowered[r.targets[i]];
-        CHECK_EQ(koila__scheduler_new(&w, p, targets, r.n_targets, true, NULL, NULL), KOILA_OK);
+        make_scheduler(seed, &r, &p, targets, &w);
         koila__schedule made_by[N] = { 0 };
         koila__kept kept[N];
         bool is_made[N];
