@@ -128,16 +128,6 @@ static int read_axis(const koila__tape *t, koila_meta meta, PyObject *axis_arg, 
     return 0;
 }
 
-/* Does the memory of leaf `real` begin before it? -1 + error. */
-static int see_beginning(koila__group *g, PyObject *real)
-{
-    PyObject *at = PyObject_CallMethod(real, "storage_offset", NULL);
-    const int is_within = at ? PyObject_IsTrue(at) : -1;
-    Py_XDECREF(at);
-    g->begins_within = is_within > 0;
-    return is_within < 0 ? -1 : 0;
-}
-
 /* A new lazy tensor for value v. It requires a gradient if `real` does. */
 static PyObject *wrap_leaf(koila__tape *t, koila_value v, koila_meta meta, PyObject *real)
 {
@@ -149,10 +139,12 @@ static PyObject *wrap_leaf(koila__tape *t, koila_value v, koila_meta meta, PyObj
         koila__group_free(g);
         return NULL;
     }
-    if (see_beginning(g, real) < 0) {
+    int64_t offset;
+    if (koila__storage_offset(real, &offset) < 0) {
         Py_DECREF(w);
         return NULL;
     }
+    g->begins_within = offset != 0;
     PyObject *grad = koila__attribute(real, "requires_grad");
     if (!grad || (grad == Py_True && PyObject_SetAttrString(w, "requires_grad", grad) < 0))
         Py_CLEAR(w);

@@ -254,20 +254,11 @@ static int are_unwritten(koila__tape *t, const known *k)
     return rc;
 }
 
-static int offset_of(PyObject *tensor, int64_t *out)
-{
-    PyObject *name = koila__name("storage_offset");
-    PyObject *o = name ? PyObject_CallMethodNoArgs(tensor, name) : NULL;
-    *out = o ? PyLong_AsLongLong(o) : -1;
-    Py_XDECREF(o);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
 /* The view of the earlier leaf, as the backward's operators see it. New; NULL + error */
 static PyObject *view_of(PyObject *earlier, const koila_meta_info *m, int64_t offset)
 {
     int64_t at;
-    if (offset_of(earlier, &at) < 0)
+    if (koila__storage_offset(earlier, &at) < 0)
         return NULL;
     PyObject *size = koila__ints_object(m->size, m->n_dims);
     PyObject *stride = size ? koila__ints_object(m->stride, m->n_dims) : NULL;
@@ -482,7 +473,8 @@ static bool describe_leaf(leaf_view *l, const pending *p, koila_value v)
     int64_t at, from;
     *l = (leaf_view){ .value = v, .of = KOILA_NONE };
     PyObject *source = real ? find_source(l, p, real) : NULL;
-    if (!source || offset_of(real, &at) < 0 || offset_of(source, &from) < 0) {
+    if (!source || koila__storage_offset(real, &at) < 0 ||
+        koila__storage_offset(source, &from) < 0) {
         PyErr_Clear();
         return false;
     }

@@ -343,6 +343,15 @@ bool koila__lie_alike(koila_meta a, koila_meta b)
     return same;
 }
 
+int koila__storage_offset(PyObject *real, int64_t *out)
+{
+    PyObject *name = koila__name("storage_offset");
+    PyObject *o = name ? PyObject_CallMethodNoArgs(real, name) : NULL;
+    *out = o ? PyLong_AsLongLong(o) : -1;
+    Py_XDECREF(o);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 int koila__version_of(PyObject *real, uint32_t *out)
 {
     PyObject *v = version_getter(real, version_closure);

@@ -33,6 +33,8 @@ int koila__meta_of(PyObject *real, koila_meta *out);
 /* Are tensors of these metas the same but for strides that mean nothing, of dimensions of one
  * entry? */
 bool koila__lie_alike(koila_meta a, koila_meta b);
+/* *out: elements from the beginning of its memory. -1 with an exception. */
+int koila__storage_offset(PyObject *real, int64_t *out);
 /* *out: `_version`, or KOILA__NO_VERSION for a tensor made in inference mode. */
 int koila__version_of(PyObject *real, uint32_t *out);
 #define KOILA__NO_VERSION (UINT32_MAX - 1)
