@@ -35,7 +35,15 @@ from ._plain_part import plain_part
 from ._random import random_write
 from ._run import PSEUDO
 from ._settled import alias_of, on_settled, settled_views
-from ._shapes import check_overlap, check_shared, check_strided, factory, shape
+from ._shapes import (
+    check_apart,
+    check_elements_apart,
+    check_overlap,
+    check_shared,
+    check_strided,
+    factory,
+    shape,
+)
 from ._special import collective, decompose, handlers
 from ._tensor import LazyTensor
 
@@ -43,6 +51,8 @@ from ._tensor import LazyTensor
 __all__ = [
     "UnsupportedError",
     "alias_of",
+    "check_apart",
+    "check_elements_apart",
     "check_overlap",
     "check_shared",
     "check_strided",

@@ -623,6 +623,30 @@ def check_shared(func: Any, written: torch.Tensor, other: torch.Tensor) -> None:
         )
 
 
+def check_elements_apart(func: Any, given: Layout) -> None:
+    """Refuse to write into a batch whose elements lie on each other (`expand`, windows by
+    `unfold`): eager changes several of them at once, koila's batch has them one by one."""
+    reach = 0
+    for stride, size in sorted((d, s) for s, d in zip(*given[1:]) if s != 1):
+        if stride <= reach:
+            raise UnsupportedError(
+                f"{func} writes into a batch of which several elements are one element of memory "
+                f"(sizes {given[1]}, strides {given[2]}): in eager all of them change. Pass lazy() "
+                "a clone() of it, or write into one"
+            )
+        reach += (size - 1) * stride
+
+
+def check_apart(func: Any, written: Layout, other: Layout | None) -> None:
+    """Refuse to write into a batch that shares elements with another one that lazy() was given:
+    eager changes both. other: None where their elements are of other sizes."""
+    if other is None or shared_places(written, other)[0]:
+        raise UnsupportedError(
+            f"{func} writes into a batch that shares memory with another one of this step: in "
+            "eager both change. Pass lazy() a clone() of one, or write into one"
+        )
+
+
 def check_strided(view: torch.Tensor, size: Any, stride: Any, offset: int) -> None:
     """as_strided of a view that requires grad. Plain autograd sends its gradient to the view's
     elements; but once the memory was written, to all elements that are addressed. Replaying the

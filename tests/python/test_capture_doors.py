@@ -633,6 +633,60 @@ def test_a_copy_of_itself_is_nothing_also_where_elements_share_memory(x):
             e.copy_(make().unsqueeze(1))
 
 
+@pytest.mark.parametrize(
+    "given, write",
+    [
+        (lambda: torch.ones(6, 1).expand(6, 4), lambda x: x[:, 1].zero_()),
+        (lambda: torch.ones(6, 1).expand(6, 4), lambda x: x.detach().__setitem__((0, 1), 3.0)),
+        (lambda: torch.ones(1, 4).expand(6, 4), lambda x: x[2].mul_(5)),
+        (lambda: torch.ones(9).unfold(0, 4, 1), lambda x: x.add_(1)),
+        (lambda: torch.ones(16).as_strided((4, 4), (3, 2)), lambda x: x[0].add_(1)),
+    ],
+)
+def test_a_write_to_one_of_several_elements_in_one_place_of_the_batch_is_refused(given, write):
+    """Eager changes all of them: each slice would have its own."""
+    x, plain = lazy(given()), given()
+    write(plain)
+    assert (plain != 1).sum() > 0
+    with pytest.raises(koila.UnsupportedError, match=r"one element of memory .*clone\(\)"):
+        write(x)
+    assert torch.equal(x.torch(), given())  # nothing was written
+    copy, expected = lazy(given().clone()), given().clone()
+    write(copy)
+    write(expected)
+    assert torch.equal(copy.torch(), expected)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(
+    "other",
+    [lambda ids: ids[:, :-1], lambda ids: ids[:, 1:-1].unflatten(1, (2, 2)), lambda ids: ids],
+)
+def test_a_write_to_one_of_two_batches_in_one_memory_is_refused(other, together):
+    """inputs and labels are often views of one tensor, which eager's write changes in both."""
+    ids = torch.arange(36.0).view(6, 6)
+    given = ids[:, 1:], other(ids)
+    labels, inputs = lazy(*given) if together else (lazy(given[0]), lazy(given[1]))
+    with pytest.raises(koila.UnsupportedError, match=r"shares memory .*clone\(\)"):
+        labels[:, 0] = -100
+    assert torch.equal(inputs.torch(), given[1]) and torch.equal(labels.torch(), given[0])
+
+
+def test_batches_side_by_side_in_one_memory_are_written_each_by_itself():
+    table = torch.arange(36.0).view(6, 6)
+    x, y, last = lazy(table[:, :3], table[:, 3:5], table[:, 5].double())
+    x.mul_(2)
+    y[:, 0] += x.sum(1)
+    last.zero_()
+    a, b = table[:, :3] * 2, table[:, 3:5].clone()
+    b[:, 0] += a.sum(1)
+    assert torch.equal(x.torch(), a) and torch.equal(y.torch(), b) and not last.torch().any()
+    x = lazy(table)
+    x.add_(1)
+    again = lazy(table)  # made after the write, of what the tensor is
+    assert torch.equal(again.torch(), table) and torch.equal(x.torch(), table + 1)
+
+
 def test_a_write_that_reads_what_it_writes_is_refused_unless_it_goes_element_by_element(x):
     i = torch.tensor([1, 2, 3, 0])
     for f in (

@@ -137,6 +137,7 @@ static int move_group(koila__group *g, koila__tape *to, PyObject *real, koila_me
     if (g->factory)
         koila__group_is_factory(fresh, g->no_lazy_data);
     fresh->begins_within = g->begins_within;
+    fresh->given_at = g->given_at;
     fresh->gen = g->gen + 1; /* invalidates the memos of all links */
     g->refs++;
     /* from the lists of the old tape to those of the new one */

@@ -39,7 +39,10 @@ typedef struct koila__group {
     bool factory;
     /* `factory` is set, and nothing lazy was written into it yet */
     bool no_lazy_data;
-    bool begins_within;            /* the base is a leaf that begins in the middle of its memory */
+    bool begins_within; /* the base is a leaf that begins in the middle of its memory */
+    /* where the memory begins of the tensor that lazy() was given as the base; 0: another base, or
+     * not known */
+    uint64_t given_at;
     struct koila__handle *handles; /* list, linked by next_in_group */
     /* those that have a value, the base's and the views read since the last write: a write takes
      * them theirs, and does not walk the others. Linked by next_with_value. */
@@ -143,6 +146,10 @@ extern uint64_t koila__n_handles;
 extern uint32_t koila__n_factories; /* live groups with `factory` */
 /* Made with refs 0: the first wrapper owns it. */
 koila__group *koila__group_new(koila__tape *t, koila_value base, koila_meta meta);
+/* Operator `func` writes into the memory of g. In eager the write changes nothing but what it
+ * names: neither several elements of the tensor that lazy() was given, which lie on each other, nor
+ * another tensor that it was given. -1 + UnsupportedError if it may. */
+int koila__group_check_write(const koila__group *g, PyObject *func);
 void koila__group_free(koila__group *g);
 void koila__group_is_factory(koila__group *g, bool no_lazy_data);
 /* refs 0 */

@@ -192,6 +192,62 @@ koila__chain *koila__chain_new(koila__chain *parent, koila_link link, koila_meta
     return c;
 }
 
+static PyObject *layout(const koila_meta_info *m, int64_t offset)
+{
+    PyObject *size = koila__ints_object(m->size, m->n_dims);
+    PyObject *stride = koila__ints_object(m->stride, m->n_dims);
+    return Py_BuildValue("(LNN)", (long long)offset, size, stride);
+}
+
+/* Do elements of a tensor that lazy() was given lie on each other? -1 + error if they do. */
+static int check_elements_apart(const koila_meta_info *m, PyObject *func)
+{
+    PyObject *of_m = layout(m, 0);
+    PyObject *ok = of_m ? koila__ask("check_elements_apart", func, of_m, NULL) : NULL;
+    Py_XDECREF(of_m);
+    Py_XDECREF(ok);
+    return ok ? 0 : -1;
+}
+
+/* Do the tensors that lazy() was given as a and b lie on each other? Bytes between the first and
+ * the last element of each are compared here, elements in Python. -1 + error if they do. */
+static int check_apart(const koila__group *a, const koila__group *b, PyObject *func)
+{
+    const koila_meta_info *x = koila_meta_get(koila__table, a->meta);
+    const koila_meta_info *y = koila_meta_get(koila__table, b->meta);
+    if (x->device != y->device || a->given_at + x->n_storage_bytes <= b->given_at ||
+        b->given_at + y->n_storage_bytes <= a->given_at)
+        return 0;
+    const int64_t bytes = (int64_t)(b->given_at - a->given_at);
+    const int64_t element = (int64_t)koila_dtype_bytes(x->dtype);
+    const bool alike = koila_dtype_bytes(y->dtype) == (uint64_t)element && bytes % element == 0;
+    PyObject *of_a = layout(x, 0);
+    PyObject *of_b = !alike ? Py_NewRef(Py_None) : layout(y, bytes / element);
+    PyObject *ok = of_a && of_b ? koila__ask("check_apart", func, of_a, of_b) : NULL;
+    Py_XDECREF(of_a);
+    Py_XDECREF(of_b);
+    Py_XDECREF(ok);
+    return ok ? 0 : -1;
+}
+
+int koila__group_check_write(const koila__group *g, PyObject *func)
+{
+    const koila_meta_info *m = koila_meta_get(koila__table, g->meta);
+    if (!g->given_at)
+        return 0;
+    if (!koila_meta_is_dense(m) && check_elements_apart(m, func) < 0)
+        return -1;
+    const koila__tape *t = g->tape;
+    int rc = 0;
+    for (koila__handle *next, *h = t->handles; h && rc == 0; h = next) {
+        Py_INCREF(h); /* Python may run, and others may leave the list, or h itself */
+        rc = h->group == g || !h->group->given_at ? 0 : check_apart(g, h->group, func);
+        next = h->group ? h->next_in_tape : t->handles;
+        Py_DECREF(h);
+    }
+    return rc;
+}
+
 void koila__group_is_factory(koila__group *g, bool no_lazy_data)
 {
     koila__n_factories += !g->factory;

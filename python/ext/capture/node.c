@@ -390,6 +390,15 @@ static int check_writes(const call_walk *w, const op_info *op, PyObject *args, P
     return 0;
 }
 
+/* After eager's own refusals, which come with the shapes. */
+static int check_written_groups(const call_walk *w, const op_info *op)
+{
+    for (uint32_t i = 0; i < w->n_in && w->n_written; i++)
+        if (w->in[i].written && koila__group_check_write(w->in[i].h->group, op->func) < 0)
+            return -1;
+    return 0;
+}
+
 /* ---- recording */
 
 /* What the memo says of a call, copied: whatever runs Python (the user's line, a new wrapper) may
@@ -566,8 +575,9 @@ static PyObject *record_on_tape(call_walk *w, const op_info *op, PyObject *args,
     if (outcome_copy(&c, e) < 0)
         return NULL;
     const uint32_t line = koila__line_now(w->tape);
-    w->again = !koila__walk_holds(w);
-    if (!w->again && append_node(w, &c, line, &first_out) == 0 &&
+    const bool may_write = check_written_groups(w, op) == 0;
+    w->again = may_write && !koila__walk_holds(w);
+    if (may_write && !w->again && append_node(w, &c, line, &first_out) == 0 &&
         make_items(w, op, &c, first_out) == 0)
         r = finish_call(w, op, &c, first_out, args, kwargs);
     outcome_free(&c);

@@ -428,6 +428,19 @@ static uint64_t print_dims(const koila_meta_info *m, const uint32_t *order, uint
     return h;
 }
 
+uint64_t koila__memory_of(PyObject *real)
+{
+    void *at = NULL;
+    if (shim.works && shim.get_data_ptr)
+        return shim.get_data_ptr(koila__tensor_handle(real), &at) ? 0 : (uintptr_t)at;
+    PyObject *address = PyObject_CallMethod(real, "data_ptr", NULL);
+    const uint64_t told = address ? PyLong_AsUnsignedLongLong(address) : 0;
+    Py_XDECREF(address);
+    const bool fails = PyErr_Occurred() != NULL;
+    PyErr_Clear();
+    return fails ? 0 : told;
+}
+
 static int print_elsewhere(PyObject *real, koila_meta meta, uint64_t *out)
 {
     PyObject *sums = koila__ask("device_print", real, NULL, NULL);

@@ -35,6 +35,8 @@ int koila__meta_of(PyObject *real, koila_meta *out);
 bool koila__lie_alike(koila_meta a, koila_meta b);
 /* *out: elements from the beginning of its memory. -1 with an exception. */
 int koila__storage_offset(PyObject *real, int64_t *out);
+/* Address of its first element; 0: it has none, or torch does not tell. */
+uint64_t koila__memory_of(PyObject *real);
 /* *out: `_version`, or KOILA__NO_VERSION for a tensor made in inference mode. */
 int koila__version_of(PyObject *real, uint32_t *out);
 #define KOILA__NO_VERSION (UINT32_MAX - 1)
