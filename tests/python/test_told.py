@@ -103,6 +103,18 @@ def test_a_gather_is_warned_of_once_with_its_line_and_a_remedy(caplog):
     assert told.startswith("test_told.py:") and "f32[12, 5]" in told and "To avoid that" in told
 
 
+def test_a_gather_that_takes_next_to_nothing_is_not_warned_of(caplog):
+    """Distributions ask of their arguments whether all are valid: a byte for each row."""
+    caplog.set_level(logging.WARNING, "koila")
+    w = torch.randn(5, 64, requires_grad=True)
+    with koila.micro_batch(4):
+        logits = lazy(torch.randn(12, 5)) @ w
+        torch.distributions.Categorical(logits=logits).entropy().sum().backward()
+    gathers = [g for plan in koila.plans()[-2:] for g in plan.gathers]
+    assert any(g.bytes == 12 for g in gathers)
+    assert lines(caplog, logging.WARNING) == []
+
+
 def test_batch_norm_that_runs_layers_again_is_warned_of(caplog):
     caplog.set_level(logging.WARNING, "koila")
     norms = (nn.BatchNorm1d(32), nn.GroupNorm(4, 32))
