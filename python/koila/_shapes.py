@@ -321,8 +321,10 @@ def _correct_on_cuda(func: Any, args: tuple[Any, ...], out: _Out) -> None:
 def _format_of(func: Any, args: tuple[Any, ...], fakes: list[Any], device_type: str) -> Any:
     """The memory format in which the kernel makes result 0, where the shape function has another;
     else None."""
+    if func in _contiguous.get(device_type, ()):
+        return torch.contiguous_format
     if device_type == "cuda":
-        if func in _contiguous_on_cuda or (func is _norm_backward and not args[7]):
+        if func is _norm_backward and not args[7]:
             return torch.contiguous_format
         like = _laid_out_as_on_cuda.get(func)
     else:
@@ -358,7 +360,19 @@ _laid_out_as_on_cuda = {
     aten.upsample_bilinear2d.default: 0,
     aten.upsample_trilinear3d.default: 0,
 }
-_contiguous_on_cuda = {aten._log_softmax_backward_data.default}
+# Whatever the inputs' strides are, which the shape functions follow. (Where a kernel differs that
+# is not named here, the run copies its result: settle_results() of python/ext/run/exec_node.c.)
+_contiguous_everywhere = {
+    aten._log_softmax_backward_data.default,
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.native_layer_norm_backward.default,
+}
+_contiguous = {
+    "cpu": _contiguous_everywhere | {aten.log_sigmoid_forward.default},
+    "cuda": _contiguous_everywhere,
+}
 
 
 def _rnn_workspace(args: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[Any, ...]:

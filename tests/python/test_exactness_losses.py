@@ -425,3 +425,44 @@ def test_a_target_that_is_no_class_is_an_error_in_slices_of_classes_too(wrong):
 
 def test_all_targets_ignored_gives_eager_s_nan():
     compare(table, lambda: (x(), torch.full((B,), -100)), lambda m, v, y: F.cross_entropy(m(v), y))
+
+
+def channels_first(m, v):
+    """GroupNorm over a view of tokens, which is turned back: the loss reads, and its gradient is,
+    laid out otherwise than the norm's result."""
+    return m[1](m[0](v).transpose(1, 2)).transpose(1, 2)
+
+
+LAID_OUT = {
+    "mse": lambda m, v, y: F.mse_loss(channels_first(m, v), y),
+    "smooth_l1": lambda m, v, y: F.smooth_l1_loss(channels_first(m, v), y),
+    "huber": lambda m, v, y: F.huber_loss(channels_first(m, v), y),
+    "soft_margin": lambda m, v, y: F.soft_margin_loss(channels_first(m, v), y.sign()),
+    "l1": lambda m, v, y: F.l1_loss(channels_first(m, v), y),
+    "bce": lambda m, v, y: F.binary_cross_entropy(channels_first(m, v).sigmoid(), y.sigmoid()),
+    "kl_div": lambda m, v, y: F.kl_div(channels_first(m, v).log_softmax(-1), y.softmax(-1)),
+    "log_softmax": lambda m, v, y: (channels_first(m, v).log_softmax(-1) * y).sum(),
+    "softmax": lambda m, v, y: (channels_first(m, v).softmax(1) * y).sum(),
+    "logsigmoid": lambda m, v, y: (F.logsigmoid(channels_first(m, v)) * y).sum(),
+    "hardswish": lambda m, v, y: (F.hardswish(channels_first(m, v)) * y).sum(),
+    "hardtanh": lambda m, v, y: (F.hardtanh(channels_first(m, v)) * y).sum(),
+    "logit": lambda m, v, y: (channels_first(m, v).sigmoid().logit(1e-3) * y).sum(),
+    "xlogy": lambda m, v, y: torch.xlogy(y, channels_first(m, v).exp()).sum(),
+    "dropout": lambda m, v, y: (torch.native_dropout(channels_first(m, v), 0.5, True)[0] * y).sum(),
+    "layer_norm": lambda m, v, y: (F.layer_norm(channels_first(m, v), (C,)) * y).sum(),
+    "replicate": lambda m, v, y: (
+        F.pad(channels_first(m, v), (0, 0, 1, 1), mode="replicate").pow(2).sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_gradients_are_laid_out_as_kernels_make_them(name):
+    """Torch's shape functions give some gradients strides that the kernels do not: group norm's
+    backward takes a contiguous gradient and does not look again."""
+    compare(
+        lambda: nn.Sequential(nn.Linear(7, C), nn.GroupNorm(2, C)).double(),
+        lambda: (torch.randn(B, T, 7, dtype=D), torch.randn(B, T, C, dtype=D)),
+        LAID_OUT[name],
+        tol_whole=1e-12,
+    )

@@ -343,6 +343,35 @@ bool koila__lie_alike(koila_meta a, koila_meta b)
     return same;
 }
 
+static bool is_row_major(uint32_t n_dims, const int64_t *size, const int64_t *stride)
+{
+    int64_t step = 1;
+    for (uint32_t d = n_dims; d--;) {
+        if (size[d] > 1 && stride[d] != step)
+            return false;
+        step *= size[d];
+    }
+    return true;
+}
+
+bool koila__lies_as(PyObject *real, const koila_meta_info *m)
+{
+    const tensor_handle h = koila__tensor_handle(real);
+    int64_t n_dims, *size, *stride, expect[KOILA_MAX_DIMS];
+    if (!shim.works || shim.get_dim(h, &n_dims) || n_dims != m->n_dims ||
+        shim.get_sizes(h, &size) || shim.get_strides(h, &stride))
+        return true;
+    if (is_row_major(m->n_dims, m->size, m->stride) && is_row_major(m->n_dims, size, stride))
+        return true;
+    if (!koila_meta_is_dense(m))
+        return true;
+    koila_dense_strides(m, size, expect);
+    for (uint32_t d = 0; d < m->n_dims; d++)
+        if (size[d] > 1 && stride[d] != expect[d])
+            return false;
+    return true;
+}
+
 int koila__storage_offset(PyObject *real, int64_t *out)
 {
     PyObject *name = koila__name("storage_offset");

@@ -33,6 +33,9 @@ int koila__meta_of(PyObject *real, koila_meta *out);
 /* Are tensors of these metas the same but for strides that mean nothing, of dimensions of one
  * entry? */
 bool koila__lie_alike(koila_meta a, koila_meta b);
+/* Does `real` lie in memory as m says, its dimensions in the same order and without gaps, where it
+ * may have fewer rows? True where m has gaps, or torch does not tell. */
+bool koila__lies_as(PyObject *real, const koila_meta_info *m);
 /* *out: elements from the beginning of its memory. -1 with an exception. */
 int koila__storage_offset(PyObject *real, int64_t *out);
 /* Address of its first element; 0: it has none, or torch does not tell. */

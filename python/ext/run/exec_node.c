@@ -300,7 +300,59 @@ static koila_meta meta_of_all_rows(const exec *x, const node_call *call)
     return is_one_row ? call->s->outputs[0] : KOILA_NONE;
 }
 
-static int make_outputs(const exec *x, node_call *call)
+/* Makes its outputs values; or releases them if the call failed. */
+static void hand_over(exec *x, const node_call *call, bool is_done)
+{
+    PyObject **store = call->in_loop ? x->local : x->whole;
+    for (uint32_t o = 0; o < call->s->n_outputs; o++) {
+        if (is_done && call->s->outputs[o] != KOILA_NONE)
+            store[call->info.first_output + o] = call->outputs[o];
+        else
+            Py_XDECREF(call->outputs[o]);
+    }
+}
+
+/* Torch's shape functions and its kernels may disagree about the order of a result's dimensions in
+ * memory, and the calls that follow were recorded for what the shape function says: some kernels
+ * are given contiguous tensors and do not look again. A copy in that order takes its place. */
+static PyObject *as_recorded(PyObject *result, const koila_meta_info *m)
+{
+    koila_meta now;
+    if (koila__lies_as(result, m))
+        return Py_NewRef(result);
+    if (koila__meta_of(result, &now) < 0)
+        return NULL;
+    koila_meta_info like = *koila_meta_get(koila__table, now);
+    int64_t stride[KOILA_MAX_DIMS];
+    koila_dense_strides(m, like.size, stride);
+    like.stride = stride;
+    PyObject *copy = koila__torch_empty(&like, -1, -1);
+    PyObject *done =
+        copy ? PyObject_CallFunctionObjArgs(koila__torch.copy_, copy, result, NULL) : NULL;
+    Py_XDECREF(copy);
+    return done;
+}
+
+/* New results are made what was recorded. */
+static int settle_results(const node_call *call)
+{
+    const koila_sig_info *s = call->s;
+    if (koila_op_flags(koila__table, s->op) & KOILA_OP_VIEW)
+        return 0;
+    for (uint32_t o = 0; o < s->n_fresh; o++) {
+        PyObject *result = call->outputs[o];
+        if (s->outputs[o] == KOILA_NONE || !result || !koila__is_tensor(result))
+            continue;
+        const koila_meta_info *m = koila_meta_get(koila__table, s->outputs[o]);
+        PyObject *settled = as_recorded(result, m);
+        if (!settled)
+            return -1;
+        Py_SETREF(call->outputs[o], settled);
+    }
+    return 0;
+}
+
+static int make_outputs(exec *x, node_call *call)
 {
     PyObject *instead = instead_of_call(call);
     if (instead) {
@@ -317,11 +369,12 @@ static int make_outputs(const exec *x, node_call *call)
         0)
         return -1;
     const koila_meta whole = meta_of_all_rows(x, call);
-    if (whole != KOILA_NONE && one_row_outermost(x->table, call->s, whole, call->outputs) < 0) {
-        Py_DECREF(call->outputs[0]);
-        return -1;
-    }
-    return 0;
+    int status = settle_results(call);
+    if (status == 0 && whole != KOILA_NONE)
+        status = one_row_outermost(x->table, call->s, whole, call->outputs);
+    if (status < 0)
+        hand_over(x, call, false);
+    return status;
 }
 
 /* Weights a mean over the batch by the share of rows in the slice. */
@@ -339,18 +392,6 @@ static int scale_outputs(const exec *x, node_call *call)
             return -1;
     }
     return 0;
-}
-
-/* Makes its outputs values; or releases them if the call failed. */
-static void hand_over(exec *x, const node_call *call, bool is_done)
-{
-    PyObject **store = call->in_loop ? x->local : x->whole;
-    for (uint32_t o = 0; o < call->s->n_outputs; o++) {
-        if (is_done && call->s->outputs[o] != KOILA_NONE)
-            store[call->info.first_output + o] = call->outputs[o];
-        else
-            Py_XDECREF(call->outputs[o]);
-    }
 }
 
 int koila__exec_node(exec *x, const koila_instr *in, bool in_loop)
