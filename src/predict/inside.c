@@ -507,6 +507,23 @@ static bool is_attention_grad(koila__inside_kind kind)
            kind == KOILA__INSIDE_DRAWN_GRAD;
 }
 
+uint64_t koila__kept_losses(const koila__cuda_call *k)
+{
+    const bool is_loss = k->kind == KOILA__INSIDE_LOSS || k->kind == KOILA__INSIDE_TWICE_LOSS;
+    return is_loss && is_reduced_loss(k) ? losses_bytes(k) : 0;
+}
+
+static koila__temps loss_temps(const koila__cuda_call *k)
+{
+    const uint64_t losses = koila__kept_losses(k);
+    koila__temps t = { .n = 0 };
+    if (losses && k->kind == KOILA__INSIDE_TWICE_LOSS)
+        add_temp(&t, losses);
+    if (losses && !k->is_plain)
+        add_temp(&t, losses);
+    return t;
+}
+
 koila__temps koila__temporaries(const koila__cuda_call *k, uint64_t out_bytes)
 {
     koila__temps t = { .n = 0 };
@@ -515,10 +532,9 @@ koila__temps koila__temporaries(const koila__cuda_call *k, uint64_t out_bytes)
     if (is_attention_grad(k->kind))
         return attention_temps(k, true);
     switch (k->kind) {
+    case KOILA__INSIDE_LOSS:
     case KOILA__INSIDE_TWICE_LOSS:
-        if (is_reduced_loss(k))
-            add_temp(&t, losses_bytes(k));
-        return t;
+        return loss_temps(k);
     case KOILA__INSIDE_GEMM:
         return operand_copies(k);
     case KOILA__INSIDE_DENSE:
@@ -570,9 +586,8 @@ uint64_t koila__result_bytes(const koila__cuda_call *k, uint32_t output, uint64_
         return bytes && !koila__is_silent(k->d) ? pick(k->level, 5, 6, 8) * rnn_bytes(k) : 0;
     if (k->kind == KOILA__INSIDE_SDPA && output == SDPA_LOGSUMEXP && out && k->sig->n_inputs > 1)
         return logsumexp_bytes(k, bytes);
-    if ((k->kind == KOILA__INSIDE_LOSS || k->kind == KOILA__INSIDE_TWICE_LOSS) &&
-        is_reduced_loss(k))
-        return losses_bytes(k);
+    if (k->is_plain && koila__kept_losses(k))
+        return koila__kept_losses(k);
     /* mean and rstd of half-precision inputs are float32 on CUDA */
     if (k->kind == KOILA__INSIDE_LAYER_NORM && output > 0 && out && koila__is_half(out->dtype))
         return bytes / koila_dtype_bytes(out->dtype) * FLOAT_BYTES;

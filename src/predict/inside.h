@@ -39,7 +39,7 @@ typedef enum koila__inside_kind {
     KOILA__INSIDE_EFFICIENT_GRAD,
     KOILA__INSIDE_CUDNN_GRAD,
     KOILA__INSIDE_DRAWN_GRAD,
-    KOILA__INSIDE_LOSS,       /* all elements' losses are kept by the result */
+    KOILA__INSIDE_LOSS,       /* plain PyTorch's result keeps all elements' losses */
     KOILA__INSIDE_TWICE_LOSS, /* and there once more while they are reduced */
     KOILA__INSIDE_EMBEDDING_GRAD,
     KOILA__INSIDE_SORT,
@@ -60,6 +60,9 @@ typedef struct koila__cuda_call {
     koila__inside_kind kind;
     koila__level level;
     double part; /* the slice's share of the batch: 0 < part <= 1 */
+    /* plain PyTorch's: the number that a loss returns lies in the memory of all losses; koila's
+     * copy it (settle_results() of python/ext/run/exec_node.c) */
+    bool is_plain;
 } koila__cuda_call;
 
 enum { KOILA__MAX_TEMPS = 8 };
@@ -75,6 +78,9 @@ typedef struct koila__temps {
 koila__temps koila__temporaries(const koila__cuda_call *k, uint64_t out_bytes);
 /* reduce.c: of a reduction whose dims are argument pos_dims. */
 koila__temps koila__reduction(const koila__cuda_call *k, uint32_t pos_dims);
+/* Bytes of the losses of all elements, in whose memory plain PyTorch's result lies; 0: of another
+ * call. */
+uint64_t koila__kept_losses(const koila__cuda_call *k);
 /* Bytes on CUDA of result `output`, whose recorded size for the slice is `bytes`. */
 uint64_t koila__result_bytes(const koila__cuda_call *k, uint32_t output, uint64_t bytes);
 /* Bytes of one cuBLAS workspace: those of CUBLAS_WORKSPACE_CONFIG if it has any, else the

@@ -237,7 +237,8 @@ void koila__sim_run_node(koila__sim *s, koila_node n, uint16_t steal)
                                  .kind =
                                      is_known ? s->kinds[sig->op] : koila__inside_of(s->t, sig->op),
                                  .level = s->level,
-                                 .part = is_slice ? (double)s->rows / (double)s->batch : 1.0 };
+                                 .part = is_slice ? (double)s->rows / (double)s->batch : 1.0,
+                                 .is_plain = s->is_plain };
     s->at_node = n;
     if (k.kind == KOILA__INSIDE_GEMM)
         first_product(s, sig->grad_mode & 1);
@@ -247,6 +248,9 @@ void koila__sim_run_node(koila__sim *s, koila_node n, uint16_t steal)
     const bool is_measured = measured_temporaries(s, id, &temps);
     if (!is_measured)
         temps = koila__temporaries(&k, out_bytes);
+    const uint64_t kept = is_measured && s->is_plain ? koila__kept_losses(&k) : 0;
+    /* it was measured as koila runs it, which copies the number out of them */
+    temps.bytes[0] -= kept < temps.bytes[0] ? kept : temps.bytes[0];
     /* [read: Conv_v8.cpp, try_plans] where a convolution's workspace does not fit, torch takes an
      * engine with a smaller one; what was measured is of the engine that was taken */
     s->may_do_without = k.kind == KOILA__INSIDE_CONV && !is_measured;

@@ -281,6 +281,8 @@ TEST(predict__the_losses_of_all_elements_stay_behind_a_loss)
                               "f32[1024, 1024]\n%4 = aten::exp(%3) -> f32[1024, 1024]\n";
     /* at the end: two batches, the loss and two results */
     CHECK_EQ(on_h100(mse).plain_first.allocated.expected, 5 * 4 * MIB);
+    /* koila copies the number: two batches and two results, or twice the losses */
+    CHECK_EQ(on_h100(mse).first.allocated.expected, 4 * 4 * MIB + 512);
 }
 
 TEST(predict__plain_pytorch_frees_what_is_dropped_and_keeps_what_is_held)

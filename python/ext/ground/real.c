@@ -33,6 +33,7 @@ static struct shim {
     int32_t (*get_device_type)(tensor_handle, int32_t *);
     int32_t (*get_device_index)(tensor_handle, int32_t *);
     int32_t (*get_data_ptr)(tensor_handle, void **);
+    int32_t (*get_storage_size)(tensor_handle, int64_t *);
     int32_t (*get_layout)(tensor_handle, int32_t *);
     int32_t (*strided)(void);                /* the layout of dense tensors */
     bool (*requires_grad)(const void *impl); /* of a TensorImpl */
@@ -457,6 +458,15 @@ static uint64_t print_dims(const koila_meta_info *m, const uint32_t *order, uint
     return h;
 }
 
+uint64_t koila__storage_bytes(PyObject *real)
+{
+    int64_t n_bytes = 0;
+    if (!shim.works || !shim.get_storage_size ||
+        shim.get_storage_size(koila__tensor_handle(real), &n_bytes))
+        return 0;
+    return n_bytes > 0 ? (uint64_t)n_bytes : 0;
+}
+
 uint64_t koila__memory_of(PyObject *real)
 {
     void *at = NULL;
@@ -566,6 +576,7 @@ static bool find_functions(void *lib)
     FIND(shim.get_device_type, "aoti_torch_get_device_type");
     FIND(shim.get_device_index, "aoti_torch_get_device_index");
     FIND(shim.get_data_ptr, "aoti_torch_get_data_ptr");
+    FIND(shim.get_storage_size, "aoti_torch_get_storage_size");
     FIND(shim.get_layout, "aoti_torch_get_layout");
     FIND(shim.strided, "aoti_torch_layout_strided");
     FIND(shim.grad_mode, "aoti_torch_grad_mode_is_enabled");

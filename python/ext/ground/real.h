@@ -38,6 +38,8 @@ bool koila__lie_alike(koila_meta a, koila_meta b);
 bool koila__lies_as(PyObject *real, const koila_meta_info *m);
 /* *out: elements from the beginning of its memory. -1 with an exception. */
 int koila__storage_offset(PyObject *real, int64_t *out);
+/* Bytes of the storage that it is in; 0: none, or torch does not tell. */
+uint64_t koila__storage_bytes(PyObject *real);
 /* Address of its first element; 0: it has none, or torch does not tell. */
 uint64_t koila__memory_of(PyObject *real);
 /* *out: `_version`, or KOILA__NO_VERSION for a tensor made in inference mode. */

@@ -312,6 +312,16 @@ static void hand_over(exec *x, const node_call *call, bool is_done)
     }
 }
 
+/* A few of torch's losses write the losses of all elements into their result, and then make it
+ * one number in that memory (mse_loss, smooth_l1_loss, soft_margin_loss, binary_cross_entropy):
+ * while the number lives, nothing of it is free. A copy of the number takes its place. */
+static PyObject *without_terms(PyObject *result, const koila_meta_info *m)
+{
+    if (koila__storage_bytes(result) <= m->n_storage_bytes)
+        return Py_NewRef(result);
+    return PyObject_CallFunctionObjArgs(koila__torch.clone, result, NULL);
+}
+
 /* Torch's shape functions and its kernels may disagree about the order of a result's dimensions in
  * memory, and the calls that follow were recorded for what the shape function says: some kernels
  * are given contiguous tensors and do not look again. A copy in that order takes its place. */
@@ -344,7 +354,7 @@ static int settle_results(const node_call *call)
         if (s->outputs[o] == KOILA_NONE || !result || !koila__is_tensor(result))
             continue;
         const koila_meta_info *m = koila_meta_get(koila__table, s->outputs[o]);
-        PyObject *settled = as_recorded(result, m);
+        PyObject *settled = m->n_dims ? as_recorded(result, m) : without_terms(result, m);
         if (!settled)
             return -1;
         Py_SETREF(call->outputs[o], settled);
