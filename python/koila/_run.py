@@ -65,6 +65,8 @@ _KINDS = {
     "ScalarType": "D",
     "Device": "V",
     "Layout": "L",
+    "MemoryFormat": "M",
+    "number": "S",
 }
 
 

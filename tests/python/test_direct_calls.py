@@ -90,6 +90,38 @@ def test_each_form_of_argument_comes_through(name):
             assert torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride(), k
 
 
+# All of these go through the ABI, of the others none.
+FILLED = {
+    "a memory format": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "a format that is kept": lambda x: x.clone(memory_format=torch.preserve_format),
+    "zeros": lambda x: x.new_zeros(3, 2),
+    "ones": lambda x: x.new_ones(3, 2, dtype=torch.int16),
+    "true": lambda x: x.new_full((3,), True, dtype=torch.bool),
+    "one, in another dtype": lambda x: x.new_full((2, 1), 1, dtype=torch.float64),
+}
+OTHERS = {
+    "two": lambda x: x.new_full((3,), 2.0),
+    "less than zero": lambda x: x.new_full((3,), -0.0),
+    "not a number": lambda x: x.new_full((3,), float("nan")),
+}
+
+
+@pytest.mark.parametrize("name", [*FILLED, *OTHERS])
+def test_filled_and_laid_out_tensors_are_torchs(name):
+    call = {**FILLED, **OTHERS}[name]
+    torch.manual_seed(0)
+    for again in (False, True, True):  # a signature goes there when it is called again
+        x = torch.randn(2, 3, 4, 5)
+        expected = call(x) * 1  # which has a scalar
+        before = _core.direct_calls(True)
+        got = koila.run(call(koila.lazy(x)) * 1)
+        n = _core.direct_calls(True) - before
+        assert got.dtype == expected.dtype and got.stride() == expected.stride()
+        bits = {4: torch.int32, 8: torch.int64}.get(expected.element_size(), expected.dtype)
+        assert torch.equal(got.view(bits), expected.view(bits))
+        assert n == (name in FILLED) or not again
+
+
 def test_an_error_is_torchs_own():
     table = torch.randn(5, 3, requires_grad=True)
 

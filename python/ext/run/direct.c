@@ -5,9 +5,11 @@
  * Torch tells of a failure there by a code alone, so whoever calls runs the operator again through
  * `_op`, which raises torch's own exception. Therefore only operators of ATen come here that write
  * nothing and draw nothing, on the CPU, with arguments that the ABI knows: tensors, whole and real
- * numbers, flags, dtypes, devices, layouts, lists and absent ones. It has no form for a `Scalar`.
+ * numbers, flags, dtypes, devices, layouts, memory formats, lists and absent ones. It has no form
+ * for a `Scalar`; but full() of 0 or 1, the most frequent call with one, is zeros() or ones().
  */
 #include <dlfcn.h>
+#include <math.h>
 
 #include "run/run.h"
 
@@ -23,6 +25,7 @@ static struct functions {
     int32_t (*new_list)(size_t, void **);
     int32_t (*push)(void *, stable);
     int32_t (*delete_list)(void *);
+    void *lib;
     uint64_t version; /* of torch, as its ABI packs it; 0: not known, no call is direct */
 } torch_abi;
 
@@ -34,6 +37,8 @@ typedef enum argument_kind {
     A_DTYPE = 'D',
     A_DEVICE = 'V', /* the CPU */
     A_LAYOUT = 'L', /* dense */
+    A_MEMORY_FORMAT = 'M',
+    A_SCALAR = 'S',
     UNKNOWN = '?'
 } argument_kind;
 
@@ -50,6 +55,7 @@ typedef struct form {
 
 struct koila__direct {
     char *name, *overload; /* owned */
+    bool needs_dtype;      /* a call of it without one is another */
     uint32_t n, n_results;
     form at[MOST_ARGUMENTS];
 };
@@ -82,8 +88,11 @@ static void look_up_abi(void)
     FIND(delete_list, "torch_delete_list");
 #undef FIND
     if (torch_abi.call && torch_abi.new_tensor && torch_abi.new_optional &&
-        torch_abi.delete_optional && torch_abi.new_list && torch_abi.push && torch_abi.delete_list)
+        torch_abi.delete_optional && torch_abi.new_list && torch_abi.push &&
+        torch_abi.delete_list) {
+        torch_abi.lib = lib;
         torch_abi.version = (uint64_t)major << 56 | (uint64_t)minor << 48;
+    }
 }
 
 /* ---- the form of a call, once a signature */
@@ -99,14 +108,26 @@ void koila__direct_free(koila__direct *d)
     PyMem_Free(d);
 }
 
-static char *copy_text(PyObject *text)
+static char *copy_text(const char *from)
 {
-    Py_ssize_t n;
-    const char *from = PyUnicode_AsUTF8AndSize(text, &n);
-    char *to = from ? PyMem_Malloc((size_t)n + 1) : NULL;
-    if (to)
-        memcpy(to, from, (size_t)n + 1);
-    return to;
+    char *to = from ? PyMem_Malloc(strlen(from) + 1) : NULL;
+    return to ? strcpy(to, from) : NULL;
+}
+
+/* torch.preserve_format and its like, by the function of the ABI that is named after it. */
+static bool memory_format(PyObject *o, stable *out)
+{
+    char name[80];
+    PyObject *text = PyObject_Str(o);
+    const char *is = text ? PyUnicode_AsUTF8(text) : NULL;
+    int32_t (*code)(void) = NULL;
+    if (is && strncmp(is, "torch.", 6) == 0) {
+        snprintf(name, sizeof name, "aoti_torch_memory_format_%s", is + 6);
+        *(void **)&code = dlsym(torch_abi.lib, name);
+    }
+    Py_XDECREF(text);
+    *out = code ? (stable)(uint32_t)code() : 0;
+    return code != NULL;
 }
 
 /* Constant `o` of this kind; false: it is none. */
@@ -141,6 +162,8 @@ static bool constant(argument_kind kind, PyObject *o, stable *out)
     case A_LAYOUT:
         *out = 0;
         return o == koila__strided;
+    case A_MEMORY_FORMAT:
+        return memory_format(o, out);
     default:
         return false;
     }
@@ -218,28 +241,46 @@ static void count_inputs(const koila_sig_info *s, uint32_t *first)
     }
 }
 
+/* Is d a call of full() with the number `o`, which zeros() or ones() is too? It is from then on.
+ * Without a dtype they differ in that of their results. */
+static bool fills(koila__direct *d, PyObject *o)
+{
+    if (strcmp(d->name, "aten::full") || d->overload[0] || !o ||
+        !(PyBool_Check(o) || PyLong_CheckExact(o) || PyFloat_CheckExact(o)))
+        return false;
+    const double number = PyFloat_AsDouble(o);
+    if (PyErr_Occurred() || signbit(number) || (number != 0 && number != 1))
+        return false;
+    char *name = copy_text(number == 0 ? "aten::zeros" : "aten::ones");
+    if (!name)
+        return false;
+    PyMem_Free(d->name);
+    d->name = name;
+    d->needs_dtype = true;
+    return true;
+}
+
 static bool fill_in(koila__direct *d, const koila_sig_info *s, PyObject *const *objects,
                     PyObject *arguments)
 {
     uint32_t first[MOST_ARGUMENTS], n_given = 0;
     const uint32_t n_values = s->n_pos + s->n_kw;
     count_inputs(s, first);
-    for (; d->n < PyTuple_GET_SIZE(arguments); d->n++) {
+    for (uint32_t i = 0; i < PyTuple_GET_SIZE(arguments); i++) {
         PyObject *name, *otherwise;
         form *f = &d->at[d->n];
-        if (!described(f, PyTuple_GET_ITEM(arguments, d->n), &name, &otherwise))
+        if (!described(f, PyTuple_GET_ITEM(arguments, i), &name, &otherwise))
             return false;
-        const uint32_t k = position(s, d->n, name);
+        const uint32_t k = position(s, i, name);
         n_given += k < n_values;
+        if (f->kind == A_SCALAR && k < n_values && fills(d, objects[k]))
+            continue;
         d->n++; /* what it owns is freed with d */
         const bool known = k < n_values
                                ? recorded(f, s->tokens + s->start[k], objects[k], &first[k])
                                : otherwise && constants(f, otherwise);
-        d->n--;
-        if (!known) {
-            d->n++;
+        if (!known || (d->needs_dtype && f->kind == A_DTYPE && f->is_absent))
             return false;
-        }
     }
     return n_given == n_values;
 }
@@ -274,8 +315,8 @@ koila__direct *koila__direct_new(const koila_sig_info *s, PyObject *const *objec
         d = PyMem_Calloc(1, sizeof *d);
     if (d) {
         d->n_results = (uint32_t)n_results;
-        d->name = copy_text(name);
-        d->overload = copy_text(overload);
+        d->name = copy_text(PyUnicode_AsUTF8(name));
+        d->overload = copy_text(PyUnicode_AsUTF8(overload));
         if (!d->name || !d->overload || !fill_in(d, s, objects, arguments)) {
             koila__direct_free(d);
             d = NULL;
