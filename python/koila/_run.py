@@ -24,6 +24,7 @@ class _Guards(BelowAutograd):
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
         self._inference = self._range = None
+        self._autocast: list[str] = []
         if torch._C._autograd._profiler_enabled():
             self._range = torch._C._profiler._RecordFunctionFast("koila: run")
             self._range.__enter__()
@@ -31,11 +32,11 @@ class _Guards(BelowAutograd):
             self._inference = torch._C._InferenceMode(False)
             self._inference.__enter__()
         super().__init__(torch._C.DisableTorchFunctionSubclass)
-        self._autocast = []
-        for device in ("cpu", "cuda") if torch._C._is_any_autocast_enabled() else ():
-            if torch.is_autocast_enabled(device):
-                torch.set_autocast_enabled(device, False)
-                self._autocast.append(device)
+        if torch._C._is_any_autocast_enabled():
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    torch.set_autocast_enabled(device, False)
+                    self._autocast.append(device)
 
     def __del__(self) -> None:
         super().__del__()

@@ -118,12 +118,31 @@ _SEEN_ABOVE = tuple(
 )
 
 
+def _bits(keys: Any) -> int:
+    """The set of dispatch keys as a number; -1: this torch does not tell."""
+    return int(keys.raw_repr()) if hasattr(keys, "raw_repr") else -1
+
+
+def _seen_above() -> int:
+    """Those of `_SEEN_ABOVE` as a number of `_bits()`."""
+    bits = 0
+    for key in _SEEN_ABOVE:
+        bits |= _bits(torch._C.DispatchKeySet(key))
+    return bits
+
+
+_SEEN_ABOVE_BITS = _seen_above()
+_excluded: Callable[[], Any] = torch._C._dispatch_tls_local_exclude_set
+
+
 def view_flags() -> AbstractContextManager[Any]:
     """A context, not yet entered, in which conjugate and negative views are resolved inside
     `__torch_dispatch__` too. Each is a flag on the tensor, which torch resolves above and ignores
     inside. Torch's own context, in C: a guard that Ctrl-C keeps from ending in its turn puts back
     another time's state."""
-    rest = torch._C._dispatch_tls_local_exclude_set()
+    rest = _excluded()
+    if not _bits(rest) & _SEEN_ABOVE_BITS:
+        return _nothing
     ignored = [k for k in _SEEN_ABOVE if rest.has(k)]
     if not ignored:
         return _nothing
@@ -141,10 +160,14 @@ class BelowAutograd:
 
     def __init__(self, *more: Callable[[], Any]) -> None:
         self._flags = view_flags()
-        self._flags.__enter__()
-        self._guards = [make() for make in (torch._C._AutoDispatchBelowAutograd, *more)]
+        if self._flags is not _nothing:
+            self._flags.__enter__()
+        self._guards = [torch._C._AutoDispatchBelowAutograd()]
+        for make in more:
+            self._guards.append(make())
 
     def __del__(self) -> None:
         while self._guards:  # the last one first
             self._guards.pop()
-        self._flags.__exit__(None, None, None)
+        if self._flags is not _nothing:
+            self._flags.__exit__(None, None, None)
