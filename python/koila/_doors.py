@@ -148,8 +148,8 @@ def _lazy_states() -> None:
         )
         n = self.num_layers * (2 if self.bidirectional else 1)
         lead = (n,) if rows is None else (n, rows)
-        h = data.new_zeros(*lead, self.proj_size or self.hidden_size)
-        return (h, data.new_zeros(*lead, self.hidden_size)) if self.mode == "LSTM" else h
+        h = _zeros(data, [*lead, self.proj_size or self.hidden_size])
+        return (h, _zeros(data, [*lead, self.hidden_size])) if self.mode == "LSTM" else h
 
     for cls in (torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM):
         original = cls.forward
@@ -177,6 +177,22 @@ def _lazy_states() -> None:
             return same
 
         cls.forward = wrap(original)  # type: ignore[method-assign]
+
+
+def _zeros(like: torch.Tensor, size: list[int]) -> torch.Tensor:
+    """`like.new_zeros(size)` of a lazy tensor. Where nobody but koila would see the call it goes to
+    koila at once: torch's way there takes longer than what is done there."""
+    if (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._is_torch_function_mode_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._autograd._profiler_enabled()
+        or torch.is_inference_mode_enabled()
+    ):
+        return like.new_zeros(size)
+    as_torch_says_it = {"pin_memory": False}
+    made: torch.Tensor = _core.dispatch(aten.new_zeros.default, (), (like, size), as_torch_says_it)
+    return made
 
 
 def _keep_leaves(real: torch.Tensor) -> None:

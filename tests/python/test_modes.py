@@ -369,3 +369,26 @@ def test_modes_stay_on_their_stacks_whatever_happens():
         koila.run(z)
         assert _get_current_dispatch_mode_stack() == [a, b]
         assert _get_current_function_mode_stack() == [*before, f]
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_the_first_state_of_a_recurrent_layer_is_seen_by_modes(kind):
+    """It is made without torch's dispatcher where nobody looks, and is the same then."""
+    torch.manual_seed(0)
+    layer, x = kind(4, 3, batch_first=True), torch.randn(B, 5, 4)
+
+    class Seen(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.calls = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    expected = layer(x)[0]
+    alone = koila.run(layer(koila.lazy(x))[0])
+    with Seen() as seen:
+        watched = koila.run(layer(koila.lazy(x))[0])
+    assert seen.calls.count(torch.ops.aten.new_zeros.default) == (2 if kind is torch.nn.LSTM else 1)
+    assert torch.equal(alone, watched) and torch.equal(alone, expected)
