@@ -426,6 +426,12 @@ def _backward(depth: _Depth, call: _Call, inputs: Sequence[Any], kwargs: dict[st
 
     No local may hold a gradient when it is handed over: autograd copies every gradient that
     somebody else holds too."""
+    known = None if inputs else _known_at_once(depth, call)
+    if known is not None:
+        targets, wanted = known
+        del known
+        _run_and_hand_over(depth, call, targets, wanted, wanted or _lazies(call.outputs))
+        return
     if inputs:
         leaves, reentrant = [i for i in inputs if isinstance(i, torch.Tensor)], False
     else:
@@ -440,14 +446,43 @@ def _backward(depth: _Depth, call: _Call, inputs: Sequence[Any], kwargs: dict[st
     real = [(leaf, g) for leaf, g in pairs if not _core.is_lazy(leaf)] if lazy_ones else pairs
     real = real + _leave_lazy(lazy_ones, call.create)
     lazies = _lazies(g for _, g in pairs) or _lazies(call.outputs)
+    targets, wanted = [leaf for leaf, _ in real], [g for _, g in real]
+    del pairs, real, lazy_ones
+    _run_and_hand_over(depth, call, targets, wanted, lazies)
+
+
+def _known_at_once(
+    depth: _Depth, call: _Call
+) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+    """Pass 1 of a backward that was recorded before, without a look at each leaf: (real leaves,
+    their gradients). None: it is recorded as any other."""
+    if depth.level or _core.is_planning():
+        return None
+    depth.callbacks = []
+    try:
+        return _known_backward.at_once(call)
+    except BaseException as e:
+        _sharded.withdraw(call.outputs, e)
+        raise
+
+
+def _run_and_hand_over(
+    depth: _Depth,
+    call: _Call,
+    targets: list[torch.Tensor],
+    wanted: list[torch.Tensor],
+    lazies: list[torch.Tensor],
+) -> None:
+    """Steps 2 and 3: computes the gradients `wanted` of the leaves `targets`, and hands them over.
+    lazies: what is made concrete, for them. It and `wanted` are emptied."""
     step = _core.run_all(lazies, not call.retain) if lazies else None
     if _core.is_planning():  # koila.plan(): nothing was computed
         return
     # Gradients first, then buffers: a hook that raises or Ctrl-C in between leaves both as they
     # were.
     try:
-        targets, wanted = [leaf for leaf, _ in real], [g for _, g in real]
-        del pairs, real, lazies, lazy_ones
+        if lazies is not wanted:
+            lazies.clear()
         _let_go(wanted)
         if targets:
             gradients = _computed(wanted, call.create)

@@ -28,6 +28,9 @@ def learn_nodes(
     sum_node: object,
     /,
 ) -> bool: ...
+def backward_at_once(
+    outputs: tuple[Any, ...], gradients: tuple[Any, ...], retain: bool, /
+) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None: ...
 def backward_known(
     outputs: tuple[Any, ...],
     gradients: tuple[Any, ...],

@@ -35,6 +35,15 @@ def gradients(engine: Any, call: Any, leaves: list[torch.Tensor]) -> Sequence[to
     return found
 
 
+def at_once(call: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+    """(leaves, gradients) of a backward to all leaves that was recorded before, where these are
+    plain tensors without hooks. None: it is to be looked at more closely, and nothing has
+    changed."""
+    if not _understood or call.create or not nothing_around():
+        return None
+    return _core.backward_at_once(tuple(call.outputs), tuple(call.grads), bool(call.retain))
+
+
 def nothing_around() -> bool:
     """Is a backward, here and now, what its graph says, and nothing else?"""
     return not (

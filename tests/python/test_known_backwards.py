@@ -407,3 +407,38 @@ def test_other_sizes_are_known_for_themselves():
 
     known_in(lambda: [step(b) for b in (6, 4) * 3])
     assert known_in(lambda: [step(b) for b in (6, 4, 5)])[1] == 2
+
+
+@pytest.mark.parametrize("kind", ["nothing", "frozen", "hook", "later", "unused", "retained"])
+def test_a_known_backward_taken_at_once_is_that_of_each_leaf_looked_at(kind, monkeypatch):
+    """What is known of a backward to all leaves is asked in one call, where nobody watches them."""
+
+    def train(looks):
+        torch.manual_seed(0)
+        _core.backwards_doubted(False)  # forgets all
+        model, spare = MLP().double(), nn.Parameter(torch.ones(3, dtype=torch.double))
+        x, y = rows_of(5)()
+        seen, found = [], []
+        if kind == "frozen":
+            next(model.parameters()).requires_grad_(False)
+        if kind == "hook":
+            next(model.parameters()).register_hook(lambda g: seen.append(g.sum()))
+        if kind == "later":
+            next(model.parameters()).register_post_accumulate_grad_hook(
+                lambda p: seen.append(p.grad.sum())
+            )
+        with monkeypatch.context() as m:
+            if looks:
+                m.setattr(_core, "backward_at_once", lambda *_: None)
+            for _ in range(4):
+                a, b = lazy(x.double(), y)
+                loss = ce(model, a, b) + (spare.detach().sum() if kind == "unused" else 0)
+                loss.backward(retain_graph=kind == "retained")
+                found += [None if g is None else g.clone() for g in gradients(model)]
+                if kind == "retained":
+                    loss.backward()
+                    found += gradients(model)
+        return found + seen
+
+    (looked, n), (at_once, m) = known_in(lambda: train(True)), known_in(lambda: train(False))
+    assert n == m > 0 and len(looked) == len(at_once) and are_equal(looked, at_once)

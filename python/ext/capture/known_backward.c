@@ -25,6 +25,7 @@
  * tape. Ids of a graph are never given to others while it lives, see Note [Ids] in bounds.c.
  */
 #include "capture/record.h"
+#include "ground/accumulate.h"
 #include "ground/backward_form.h"
 
 /* One view between the storage of a gradient and the gradient. */
@@ -654,14 +655,41 @@ static int nodes_behind(PyObject *outputs, koila__nodes *nodes)
     return rc;
 }
 
-/* Were the calls of the tape made before, in an earlier step? */
+/* The slot for the calls of the tape: it holds their hash if they were made before, in an earlier
+ * step. */
+static uint64_t *slot_of(const koila__tape *t)
+{
+    return &seen[(koila_graph_hash(t->graph) >> 32) % N_SEEN];
+}
+
+/* Were they? From now on they were. */
 static bool is_seen(const koila__tape *t)
 {
-    const uint64_t hash = koila_graph_hash(t->graph);
-    uint64_t *slot = &seen[(hash >> 32) % N_SEEN];
-    const bool yes = *slot == hash;
-    *slot = hash;
+    uint64_t *slot = slot_of(t);
+    const bool yes = *slot == koila_graph_hash(t->graph);
+    *slot = koila_graph_hash(t->graph);
     return yes;
+}
+
+static known *new_known(void)
+{
+    known *k = PyMem_Calloc(1, sizeof *k);
+    if (k)
+        k->refs = 1;
+    else
+        PyErr_NoMemory();
+    return k;
+}
+
+/* The gradients that `same` gives, where k is what was asked. NULL without an error: a tensor was
+ * written. */
+static PyObject *copy_of(koila__tape *t, known *same, const known *k, const koila__nodes *nodes)
+{
+    same->refs++; /* Python may run, and others be remembered */
+    same->used = ++clock_of_uses;
+    PyObject *r = copy(t, same, nodes, k->saved);
+    known_release(same);
+    return r;
 }
 
 /* The gradients, what backward_remember() takes, or None; t is entered. */
@@ -670,26 +698,73 @@ static PyObject *answer(koila__tape *t, PyObject *outputs, PyObject *gradients, 
 {
     if (!is_seen(t))
         Py_RETURN_NONE;
-    known *k = PyMem_Calloc(1, sizeof *k);
+    known *k = new_known();
     if (!k)
-        return PyErr_NoMemory();
-    k->refs = 1;
+        return NULL;
     koila__nodes nodes = { 0 };
     int rc = nodes_behind(outputs, &nodes);
     if (rc > 0)
         rc = ask(k, t, outputs, gradients, leaves, retain, &nodes);
     known *same = rc > 0 ? find(k, t->graph) : NULL;
     PyObject *r = NULL;
-    if (same)
-        same->refs++; /* Python may run, and others be remembered */
     if (same && !doubts) {
-        same->used = ++clock_of_uses;
-        r = copy(t, same, &nodes, k->saved);
-        known_release(same);
+        r = copy_of(t, same, k, &nodes);
     } else if (rc > 0) {
         k->refs++;
+        if (same)
+            same->refs++;
         r = new_pending(t, k, same);
     }
+    koila__nodes_free(&nodes);
+    known_release(k);
+    return r || PyErr_Occurred() ? r : Py_NewRef(Py_None);
+}
+
+/* Are all of these plain tensors that want a gradient, and that nobody watches? */
+static bool are_plain_ends(PyObject *leaves)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leaves); i++) {
+        PyObject *leaf = PyList_GET_ITEM(leaves, i);
+        if (koila__is_lazy(leaf) || !koila__requires_grad(leaf) || koila__leaf_has_hooks(leaf))
+            return false;
+    }
+    return true;
+}
+
+/* Takes the leaves out that have no gradient. */
+static int drop_absent(PyObject *leaves, PyObject *gradients)
+{
+    for (Py_ssize_t i = PyList_GET_SIZE(gradients); i-- > 0;)
+        if (PyList_GET_ITEM(gradients, i) == Py_None &&
+            (PyList_SetSlice(gradients, i, i + 1, NULL) < 0 ||
+             PyList_SetSlice(leaves, i, i + 1, NULL) < 0))
+            return -1;
+    return 0;
+}
+
+/* answer() of a backward to all leaves, where it is known: (leaves, gradients). Else None, and
+ * nothing has changed. */
+static PyObject *answer_at_once(koila__tape *t, PyObject *outputs, PyObject *gradients, bool retain)
+{
+    if (doubts || *slot_of(t) != koila_graph_hash(t->graph))
+        Py_RETURN_NONE;
+    known *k = new_known();
+    if (!k)
+        return NULL;
+    koila__nodes nodes = { 0 };
+    int rc = nodes_behind(outputs, &nodes);
+    PyObject *leaves = rc > 0 ? koila__leaves_of(&nodes) : NULL;
+    if (rc > 0)
+        rc = leaves ? are_plain_ends(leaves) : -1;
+    if (rc > 0)
+        rc = ask(k, t, outputs, gradients, leaves, retain, &nodes);
+    known *same = rc > 0 ? find(k, t->graph) : NULL;
+    PyObject *given = same ? copy_of(t, same, k, &nodes) : NULL;
+    PyObject *r = NULL;
+    if (given && drop_absent(leaves, given) == 0)
+        r = PyTuple_Pack(2, leaves, given);
+    Py_XDECREF(given);
+    Py_XDECREF(leaves);
     koila__nodes_free(&nodes);
     known_release(k);
     return r || PyErr_Occurred() ? r : Py_NewRef(Py_None);
@@ -721,14 +796,11 @@ static PyObject *py_replace_method(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* backward_known((output, ...), (its gradient, ...), [leaf, ...], is the graph kept?) */
-static PyObject *py_known(PyObject *module, PyObject *args)
+/* What answer(), or without leaves answer_at_once(), gives for a backward in the tape of the first
+ * output. */
+static PyObject *answer_in_tape(PyObject *outputs, PyObject *gradients, PyObject *leaves,
+                                bool retain)
 {
-    PyObject *outputs, *gradients, *leaves;
-    int retain;
-    if (!PyArg_ParseTuple(args, "O!O!O!p", &PyTuple_Type, &outputs, &PyTuple_Type, &gradients,
-                          &PyList_Type, &leaves, &retain))
-        return NULL;
     PyObject *first = PyTuple_GET_SIZE(outputs) ? PyTuple_GET_ITEM(outputs, 0) : Py_None;
     if (!koila__forms_known() || !koila__is_lazy(first) ||
         PyTuple_GET_SIZE(outputs) != PyTuple_GET_SIZE(gradients))
@@ -739,11 +811,34 @@ static PyObject *py_known(PyObject *module, PyObject *args)
     koila__tape *t = (koila__tape *)Py_NewRef((PyObject *)h->group->tape);
     PyObject *r = NULL;
     if (koila__tape_enter(t) == 0) {
-        r = answer(t, outputs, gradients, leaves, retain != 0);
+        r = leaves ? answer(t, outputs, gradients, leaves, retain)
+                   : answer_at_once(t, outputs, gradients, retain);
         koila__tape_leave(t);
     }
     Py_DECREF((PyObject *)t);
     return r;
+}
+
+/* backward_known((output, ...), (its gradient, ...), [leaf, ...], is the graph kept?) */
+static PyObject *py_known(PyObject *module, PyObject *args)
+{
+    PyObject *outputs, *gradients, *leaves;
+    int retain;
+    if (!PyArg_ParseTuple(args, "O!O!O!p", &PyTuple_Type, &outputs, &PyTuple_Type, &gradients,
+                          &PyList_Type, &leaves, &retain))
+        return NULL;
+    return answer_in_tape(outputs, gradients, leaves, retain != 0);
+}
+
+/* backward_at_once((output, ...), (its gradient, ...), is the graph kept?) */
+static PyObject *py_at_once(PyObject *module, PyObject *args)
+{
+    PyObject *outputs, *gradients;
+    int retain;
+    if (!PyArg_ParseTuple(args, "O!O!p", &PyTuple_Type, &outputs, &PyTuple_Type, &gradients,
+                          &retain))
+        return NULL;
+    return answer_in_tape(outputs, gradients, NULL, retain != 0);
 }
 
 static void forget_all(void)
@@ -777,6 +872,10 @@ static PyMethodDef methods[] = {
       "backward_known((output, ...), (its gradient, ...), [leaf, ...], retain) -> the gradients of "
       "a backward that was recorded before, as a list; what backward_remember() takes; or None: "
       "it cannot be known" },
+    { "backward_at_once", py_at_once, METH_VARARGS,
+      "backward_at_once((output, ...), (its gradient, ...), retain) -> ([leaf, ...], [gradient, "
+      "...]) of a backward that was recorded before, where all leaves are plain tensors without "
+      "hooks; else None, and nothing has changed" },
     { "backward_remember", py_remember, METH_VARARGS,
       "backward_remember(what backward_known() gave, gradients of the leaves)" },
     { "saved_hooks", py_saved_hooks, METH_O,

@@ -10,8 +10,6 @@
  */
 #include "ground/accumulate.h"
 
-#include <stdbool.h>
-
 #include "ground/backward_form.h"
 #include "ground/helpers.h"
 #include "ground/real.h"
@@ -28,6 +26,8 @@ static bool has_hooks(PyObject *leaf)
     const void *const *hooks = koila__shim.hooks(koila__tensor_handle(leaf));
     return hooks[0] != hooks[1] || *koila__shim.later_hooks(koila__tensor_handle(leaf));
 }
+
+bool koila__leaf_has_hooks(PyObject *leaf) { return !is_known || has_hooks(leaf); }
 
 /* Has the leaf no gradient yet? */
 static bool is_empty(PyObject *leaf)

@@ -179,13 +179,11 @@ static bool is_checkpoint(koila__node node)
     return strcmp(dot ? dot + 1 : name, "CheckpointFunctionBackward") == 0;
 }
 
-/* New list of the tensors of the leaves; *reentrant: a checkpoint is among the nodes. */
-static PyObject *leaves_of(const koila__nodes *nodes, bool *reentrant)
+PyObject *koila__leaves_of(const koila__nodes *nodes)
 {
     PyObject *found = PyList_New(0);
     for (uint32_t i = 0; i < nodes->n && found; i++) {
         koila__node node = nodes->at[i];
-        *reentrant |= is_checkpoint(node);
         if (!koila__node_is_leaf(node))
             continue;
         PyObject *leaf = koila__shim.wrap((tensor_handle)&node[layout.variable_at],
@@ -209,7 +207,9 @@ static PyObject *py_leaves_behind(PyObject *module, PyObject *roots)
     PyObject *const *root = PySequence_Fast_ITEMS(roots);
     const int known = koila__nodes_behind(root, PyList_GET_SIZE(roots), &nodes);
     bool reentrant = false;
-    PyObject *leaves = known > 0 ? leaves_of(&nodes, &reentrant) : NULL;
+    for (uint32_t i = 0; i < nodes.n; i++)
+        reentrant |= is_checkpoint(nodes.at[i]);
+    PyObject *leaves = known > 0 ? koila__leaves_of(&nodes) : NULL;
     koila__nodes_free(&nodes);
     if (known == 0)
         Py_RETURN_NONE;

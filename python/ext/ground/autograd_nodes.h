@@ -41,6 +41,8 @@ uint32_t koila__node_n_edges(koila__node node);
 koila__edge koila__node_edge(koila__node node, uint32_t i);
 bool koila__node_is_leaf(koila__node node);         /* does it accumulate into a leaf? */
 const void *koila__node_variable(koila__node leaf); /* the TensorImpl of that leaf */
+/* New list of the tensors of the leaves. NULL + error */
+PyObject *koila__leaves_of(const koila__nodes *nodes);
 
 /* Adds learn_nodes() and leaves_behind() to the module. */
 int koila__autograd_nodes_add(PyObject *m);
