@@ -19,7 +19,9 @@ def may() -> bool:
     """May torch do steps alone in this process? Ranks that share a step must all do the same, and
     none knows of the others whether they have stepped aside."""
     distributed = sys.modules.get("torch.distributed")
-    return distributed is None or not (distributed.is_available() and distributed.is_initialized())
+    if distributed is None or not hasattr(distributed, "is_initialized"):  # not built for ranks
+        return True
+    return not distributed.is_initialized()
 
 
 def _is_refused(*_: Any) -> None:

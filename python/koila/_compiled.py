@@ -40,6 +40,9 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 _TAKES_ROWS = "aten::native_group_norm("  # the number of rows is an argument, of no other effect
 
 
+MODULE = "torch._dynamo.eval_frame"  # imported by programs that compile
+
+
 class _Here(threading.local):
     learning = False
     uncounted = False  # a call that must be compiled as a whole, and need not now
@@ -52,7 +55,7 @@ _installed: list[Callable[..., Any]] = []  # the call of a compiled module, as t
 def install() -> None:
     """Lets compiled modules know lazy tensors. Called by `lazy()`; does nothing in programs that
     compile nothing."""
-    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    dynamo: Any = sys.modules.get(MODULE)
     if _installed or dynamo is None or not hasattr(dynamo, "OptimizedModule"):
         return
     plainly = dynamo.OptimizedModule.__call__

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar, overload
 
@@ -279,9 +280,12 @@ def _begin(found: _Found, alone: _Found | None, call: str) -> int:
     first, d0, _ = found[0]
     if first.is_cpu:
         _core.held_fits(call)
-    _sharded.refuse_recording()
-    _compiled.install()
-    _packed.forget()
+    if _sharded.MODULE in sys.modules:
+        _sharded.refuse_recording()
+    if _compiled.MODULE in sys.modules:
+        _compiled.install()
+    if _packed.formed.refs:
+        _packed.forget()
     axis: int = _core.axis(first.shape[d0])
     _core.watch_step(alone)
     return axis
@@ -293,11 +297,14 @@ def _plain_made_lazy(values: tuple[Any, ...], found: _Found, call: str) -> Any:
     made: dict[int, Any] = {}
     for t, dim, _ in found:
         if id(t) not in made:  # one tensor given twice stays one
-            made[id(t)] = _wrap(t, axis, dim)
+            leaf = made[id(t)] = _core.lazy_leaf(t, axis, dim)
+            if _is_foreign(t):
+                _core.watch(leaf)
     value = values[0] if len(values) == 1 else values
     if isinstance(value, torch.Tensor):
         return made[id(value)]
-    return type(value)(made.get(id(t), t) for t in value)
+    new = [made.get(id(t), t) for t in value]
+    return new if type(value) is list else tuple(new)
 
 
 def _copied(value: Any, batch: Batch) -> Any:

@@ -112,13 +112,13 @@ class _Formed(threading.local):
         self.refs: list[weakref.ref[Tensor]] = []
 
 
-_formed = _Formed()
+formed = _Formed()
 
 
 def forget() -> None:
     """Drop the padded forms of steps that are over."""
     left = []
-    for ref in _formed.refs:
+    for ref in formed.refs:
         data: Any = ref()
         if data is None or not hasattr(data, "_koila_padded"):
             continue
@@ -126,7 +126,7 @@ def forget() -> None:
             del data._koila_padded
         else:
             left.append(ref)
-    _formed.refs = left
+    formed.refs = left
 
 
 def _pack(padded: Tensor, layout: Layout, ends_in_zeros: bool) -> Tensor:
@@ -136,7 +136,7 @@ def _pack(padded: Tensor, layout: Layout, ends_in_zeros: bool) -> Tensor:
     if _core.is_lazy(data) and _core.is_lazy(padded):
         _core.unheld(padded)
         data._koila_padded = _Padded(padded, layout, ends_in_zeros, _at(data, padded))  # type: ignore[attr-defined]
-        _formed.refs.append(weakref.ref(data))
+        formed.refs.append(weakref.ref(data))
     return data
 
 

@@ -26,6 +26,7 @@ from ._errors import KoilaError, OutOfMemory, UnsupportedError
 from ._hooks import AFTER, quiet_hooks, wake_hooks
 from ._torch import run_backward
 
+MODULE = "torch.distributed.fsdp"  # imported by programs that shard
 _guarded = False
 
 
@@ -33,7 +34,7 @@ def refuse_recording() -> None:
     """Make fully sharded modules raise on a lazy argument. Called by `lazy()`; does nothing in
     programs that do not shard."""
     global _guarded
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    fsdp = sys.modules.get(MODULE)
     if _guarded or fsdp is None:
         return
     _guarded = True
@@ -75,7 +76,7 @@ def _refusing(method: Any, what_to_do: str) -> Any:
 
 def _parts(module: torch.nn.Module) -> list[Any]:
     """The modules inside that fully_shard() was called on."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    fsdp = sys.modules.get(MODULE)
     if fsdp is None:
         return []
     if any(isinstance(m, fsdp.FullyShardedDataParallel) for m in module.modules()):
