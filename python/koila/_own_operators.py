@@ -12,7 +12,8 @@ from ._torch import SETTING_UP, torch
 class OwnOperator(NamedTuple):
     """schema: in torch's notation, without the namespace. kernel: computes it. fake: gives results
     of the same shapes and dtypes, from tensors without memory. on_cuda: computes it there, if not
-    kernel does."""
+    kernel does. The executor calls `kernel` itself, without torch, where the operator's line in
+    src/graph/ops.def has OPAQUE_CALL."""
 
     schema: str
     kernel: Callable[..., Any]
@@ -47,4 +48,5 @@ def _define(operators: list[OwnOperator], devices: tuple[str, ...]) -> Any:
         for device in devices:
             library.impl(name, on_cuda if device == "CUDA" and on_cuda else kernel, device)
         torch.library.register_fake(f"koila::{name}", fake, lib=library)
+        getattr(torch.ops.koila, name).default.koila_kernel = kernel
     return library

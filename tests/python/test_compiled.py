@@ -70,6 +70,22 @@ def test_forward_runs_once_a_slice_where_its_backward_is_in_the_same_loop():
         assert model.calls == ["graph"] * 3
 
 
+def test_slices_of_a_module_are_run_without_torchs_dispatcher():
+    """It takes a module's parameters apart and puts them together again, for each slice."""
+    model = mlp()
+    opaque = koila.opaque(model)
+    x, y = batch()
+    expected = gradients(model, lambda: F.mse_loss(model(x), y))
+    with koila.micro_batch(4), torch.autograd.profiler.profile() as profile:
+        a, b = lazy(x, y)
+        assert_alike(gradients(model, lambda: F.mse_loss(opaque(a), b)), expected)
+    assert koila.last_plan().n_micro_batches == 3
+    names = [event.name for event in profile.function_events]
+    assert names.count("aten::tanh_backward") >= 3, "the profiler sees what the module does"
+    assert names.count("koila::opaque_kept") == 1, "once, when it was recorded"
+    assert names.count("koila::opaque_backward") == 1
+
+
 def test_a_loop_that_has_no_backward_runs_the_forward_without_a_graph():
     """A contrastive loss: one encoder runs for its embeddings alone, and again for its backward."""
     model = Counts(mlp())

@@ -3,7 +3,8 @@
  * Each signature becomes a template once: the operator, its constants as Python objects, and the
  * keyword names. A call then fills in the tensors. Calls go through torch's OpOverload._op, which
  * supports all argument types and custom operators, raises torch's own exceptions, and takes
- * 1.2-2.2 µs. Signatures that are called again go through torch's C ABI where they can (direct.c).
+ * 1.2-2.2 µs. Signatures that are called again go through torch's C ABI where they can (direct.c);
+ * modules that run as they are (koila._opaque) are called without torch.
  */
 #include "ground/random.h"
 #include "run/run.h"
@@ -182,7 +183,8 @@ static template *template_of(koila_sig sig)
     const uint32_t facts = koila_op_facts(koila__table, s->op);
     t.strided = facts & KOILA_FACT_STRIDED;
     t.joins = facts & KOILA_FACT_JOINS;
-    t.op = PyObject_GetAttrString(op, "_op");
+    /* torch would take lists of all parameters apart, and put them together again */
+    t.op = PyObject_GetAttrString(op, facts & KOILA_FACT_OPAQUE_CALL ? "koila_kernel" : "_op");
     if (!t.op)
         goto fail;
     known = known_template(sig); /* made by another thread, or in a call inside */
