@@ -49,6 +49,8 @@ class _Guards(BelowAutograd):
             self._range.__exit__(None, None, None)
 
 
+# Adds one tensor to another, in place.
+add_on = torch._C.TensorBase.add_
 n_dispatch_modes = torch._C._len_torch_dispatch_stack
 n_function_modes = torch._C._len_torch_function_stack
 

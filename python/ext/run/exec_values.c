@@ -139,7 +139,7 @@ static PyObject *combination_of(koila_partial_kind kind)
 {
     switch (kind) {
     case KOILA_PARTIAL_SUM:
-        return koila__torch.add_;
+        return koila__torch.add_on;
     case KOILA_PARTIAL_MAX:
         return koila__torch.maximum;
     case KOILA_PARTIAL_MIN:

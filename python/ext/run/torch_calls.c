@@ -53,6 +53,7 @@ static bool look_up_all(PyObject *torch, PyObject *aten, PyObject *mine)
             return false;
     return look_up(&koila__torch.oom_type, torch, "OutOfMemoryError") &&
            look_up(&koila__torch.guards, mine, "guards") &&
+           look_up(&koila__torch.add_on, mine, "add_on") &&
            look_up(&koila__torch.pseudo, mine, "PSEUDO") &&
            look_up(&koila__torch.direct_schema, mine, "direct_schema") &&
            look_up(&koila__torch.version, mine, "VERSION") &&
