@@ -68,7 +68,7 @@ def install() -> None:
         if kept is None:
             compiled = functools.partial(plainly, self)
             kept = self.__dict__["_koila_call"] = _CompiledCall(self, compiled, self)
-        return kept(*args, **kwargs)
+        return kept.lazily(*args, **kwargs)
 
     dynamo.OptimizedModule.__call__ = call
     if hasattr(dynamo, "_callback_from_stance"):
@@ -87,7 +87,13 @@ class _CompiledCall:
         self._runner: Runner | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _here.learning or not _meets_lazies(args, kwargs):
+        if not _meets_lazies(args, kwargs):
+            return self.compiled(*args, **kwargs)
+        return self.lazily(*args, **kwargs)
+
+    def lazily(self, *args: Any, **kwargs: Any) -> Any:
+        """The call, with lazy tensors among the arguments."""
+        if _here.learning:
             return self.compiled(*args, **kwargs)
         if self._runner is None and _may_be_cut(self.module, self._told):
             self._runner = Runner(self.compiled, self.module, _learned)

@@ -20,7 +20,7 @@ from torch.utils import _device, _pytree as pytree
 from . import _core, _replica, _sharded
 from ._errors import UnsupportedError
 from ._own_operators import OwnOperator, own_operators
-from ._torch import untyped_storage
+from ._torch import run_backward, untyped_storage
 
 
 class _Running(threading.local):
@@ -54,19 +54,18 @@ class _Exchanges:
             self._ended.wait()
         return thread, module
 
-    @contextlib.contextmanager
-    def of(self, module: torch.nn.Module) -> Iterator[None]:
-        """Alone with this module; a thread may be so again inside. In a shield: who leaves it by an
-        interrupt makes others wait for ever."""
+    def begin(self, module: torch.nn.Module) -> tuple[int, torch.nn.Module]:
+        """Alone with this module until `end()` of the result; a thread may be so again inside. In a
+        shield: who leaves it by an interrupt makes others wait for ever."""
         with self._ended:
             mine = self._wait(module)
             self._now.append(mine)
-        try:
-            yield
-        finally:
-            with self._ended:
-                self._now = [m for m in self._now if m is not mine]
-                self._ended.notify_all()
+        return mine
+
+    def end(self, mine: tuple[int, torch.nn.Module]) -> None:
+        with self._ended:
+            self._now = [m for m in self._now if m is not mine]
+            self._ended.notify_all()
 
     def own_parameters(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
         with _core.shield, self._ended:
@@ -106,8 +105,14 @@ class _Graph:
         leaves = [self.leaves[i] for i in wanted]
         if not pairs or not leaves:
             return [None] * len(leaves)
-        edges, gradients = [e for e, _ in pairs], [g for _, g in pairs]
-        return list(torch.autograd.grad(edges, leaves, gradients, allow_unused=True))
+        edges, gradients = tuple(e for e, _ in pairs), tuple(g for _, g in pairs)
+        # As torch.autograd.grad() ends: nothing here is lazy, and the engine checks shapes.
+        found = run_backward(
+            *(edges, gradients, False, False, tuple(leaves)),
+            allow_unreachable=True,
+            accumulate_grad=False,
+        )
+        return list(found)
 
 
 class _Held:
@@ -164,13 +169,13 @@ class _Compilation:
 
 
 _ALONE = 2  # a tensor's memory is used by the tensor, and by who asks
+_n_users = torch._C._storage_Use_Count
 
 
 def _is_alone(t: torch.Tensor) -> bool:
     """Is t dense, with memory that no other tensor uses?"""
     storage = untyped_storage(t)
-    users = torch._C._storage_Use_Count(storage._cdata)
-    return users <= _ALONE and storage.nbytes() == t.nbytes
+    return _n_users(storage._cdata) <= _ALONE and storage.nbytes() == t.nbytes
 
 
 def _has_own_memory(t: torch.Tensor, taken: set[int]) -> bool:
@@ -186,6 +191,25 @@ _Shapes = list[tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes of resu
 
 # What `kinds` says of an argument (rules_custom.c).
 EITHER, ROWS, WHOLE = range(3)
+
+
+class _Alone:
+    """A context in which this thread runs a module as it is, and no other thread runs it here; None
+    for a function."""
+
+    __slots__ = ("_mine", "_module", "_outer")
+
+    def __init__(self, module: torch.nn.Module | None) -> None:
+        self._module = module
+
+    def __enter__(self) -> None:
+        self._mine = None if self._module is None else _exchanges.begin(self._module)
+        self._outer, running.here = running.here, True
+
+    def __exit__(self, *_: Any) -> None:
+        running.here = self._outer
+        if self._mine is not None:
+            _exchanges.end(self._mine)
 
 
 class _Call:
@@ -257,31 +281,27 @@ class _Call:
         self.key = next(_keys)
         _calls[self.key] = self
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> _Alone:
         """No other thread runs the module here meanwhile."""
-        outer, running.here = running.here, True
-        try:
-            if self.module is None or not self.names:
-                yield
-            else:
-                with _exchanges.of(self.module):
-                    yield
-        finally:
-            running.here = outer
+        return _Alone(self.module if self.names else None)
 
     def _parameters_now(self, module: torch.nn.Module) -> list[torch.Tensor | None]:
         """Those called `names`. A walk of the modules is for the first slice: in others it is
         looked whether the tables that it passed have changed."""
-        if not self.places or any(table.get(k) is not there for table, k, there in self.places):
-            self.places = [
-                (table, key, there)
-                for m in module.modules()
-                for table in (m._modules, m._parameters)
-                for key, there in table.items()
-            ]
-            named = dict(module.named_parameters())
-            self.found = [named.get(name) for name in self.names]
+        for table, key, there in self.places:
+            if table.get(key) is not there:
+                break
+        else:
+            if self.places:
+                return self.found
+        self.places = [
+            (table, key, there)
+            for m in module.modules()
+            for table in (m._modules, m._parameters)
+            for key, there in table.items()
+        ]
+        named = dict(module.named_parameters())
+        self.found = [named.get(name) for name in self.names]
         return self.found
 
     def own(self, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -290,15 +310,16 @@ class _Call:
         anything else. A hook would see the gradient of each slice. Inside `alone`."""
         if self.module is None or not self.names:
             return None
-        own = self._parameters_now(self.module)
-        same = all(
-            type(p) is torch.nn.Parameter
-            and p.requires_grad == needed
-            and not p._backward_hooks
-            and (p is t or (type(t) is torch.Tensor and p.dtype is t.dtype and p.is_set_to(t)))
-            for p, t, needed in zip(own, parameters, self.needed)
-        )
-        return list(own) if same else None  # type: ignore[arg-type]
+        own: list[torch.Tensor] = []
+        for p, t, needed in zip(self._parameters_now(self.module), parameters, self.needed):
+            if type(p) is not torch.nn.Parameter or p.requires_grad != needed or p._backward_hooks:
+                return None
+            if p is not t and not (
+                type(t) is torch.Tensor and p.dtype is t.dtype and p.is_set_to(t)
+            ):
+                return None
+            own.append(p)
+        return own
 
     def __call__(
         self,
@@ -309,20 +330,15 @@ class _Call:
         """The tensors of the results. None is left out here and put back by `nested`. parameters:
         those that the module has meanwhile; None: its own. instead: called in place of the module,
         with parameters of its own. Inside `alone`."""
-        args, kwargs = self.rebuild(inputs)
-        with contextlib.ExitStack() as settings:
-            if self.device is not None:
-                settings.enter_context(self.device)
-            for device, dtype in self.autocast:
-                settings.enter_context(torch.autocast(device, dtype))
-            if instead is not None:
-                result = instead(*args, **kwargs)
-            elif self.module is not None and self.names and parameters is not None:
-                result = torch.func.functional_call(
-                    self.module, dict(zip(self.names, parameters)), args, kwargs
-                )
-            else:
-                result = self.function(*args, **kwargs)
+        if self.device is None and not self.autocast:
+            result = self._result(inputs, parameters, instead)
+        else:
+            with contextlib.ExitStack() as settings:
+                if self.device is not None:
+                    settings.enter_context(self.device)
+                for device, dtype in self.autocast:
+                    settings.enter_context(torch.autocast(device, dtype))
+                result = self._result(inputs, parameters, instead)
         leaves, structure = pytree.tree_flatten(result)
         if not all(x is None or isinstance(x, torch.Tensor) for x in leaves):
             raise UnsupportedError(
@@ -330,6 +346,20 @@ class _Call:
             )
         self.results = structure, [x is not None for x in leaves]
         return [x for x in leaves if x is not None]
+
+    def _result(
+        self,
+        inputs: list[torch.Tensor],
+        parameters: list[torch.Tensor] | None,
+        instead: torch.nn.Module | None,
+    ) -> Any:
+        args, kwargs = self.rebuild(inputs)
+        if instead is not None:
+            return instead(*args, **kwargs)
+        if self.module is not None and self.names and parameters is not None:
+            named = dict(zip(self.names, parameters))
+            return torch.func.functional_call(self.module, named, args, kwargs)
+        return self.function(*args, **kwargs)
 
     def unused(self, given: list[int]) -> set[int]:
         """Parameters that none of these results depends on: they have no gradient, as in plain
@@ -385,31 +415,39 @@ def _forward(
     return [r if _is_alone(r) and id(r) not in given else r.contiguous().clone() for r in results]
 
 
+def _set_of(key: Any, *more: Any) -> Any:
+    keys = torch._C.DispatchKeySet(key)
+    for k in more:
+        keys = keys.add(k)
+    return keys
+
+
+_AUTOGRAD = _set_of(
+    torch._C.DispatchKey.AutogradFunctionality,
+    torch._C.DispatchKey.ADInplaceOrView,
+    torch._C.DispatchKey.AutogradCPU,
+    torch._C.DispatchKey.AutogradCUDA,
+    torch._C.DispatchKey.AutogradOther,
+)
+
+
 class _WithAutograd:
     """Switch autograd on for the recomputation inside a call of the executor, which runs below
-    it."""
+    it. By a guard of torch's, which puts all of its thread's keys back."""
 
-    _keys = (
-        "AutogradFunctionality",
-        "ADInplaceOrView",
-        "AutogradCPU",
-        "AutogradCUDA",
-        "AutogradOther",
-    )
+    __slots__ = ("_grad", "_guard")
 
     def __enter__(self) -> None:
-        self._before = []
-        for name in self._keys:
-            key = getattr(torch._C.DispatchKey, name)
-            self._before.append((key, torch._C._dispatch_tls_is_dispatch_key_excluded(key)))
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        included = torch._C._dispatch_tls_local_include_set()
+        excluded = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD
+        self._guard = torch._C._ForceDispatchKeyGuard(included, excluded)
+        self._guard.__enter__()
         self._grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(True)
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *exception: Any) -> None:
         torch._C._set_grad_enabled(self._grad)
-        for key, excluded in self._before:
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+        self._guard.__exit__(*exception)
 
 
 def _run_with_graph(
