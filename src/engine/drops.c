@@ -416,18 +416,6 @@ static rung *least_work(rungs *r, uint64_t budget)
     return best;
 }
 
-/* The rung of the least bound, or NULL. */
-static rung *least_bound(rungs *r)
-{
-    rung *best = NULL;
-    for (uint32_t i = 0; i < r->n; i++) {
-        rung *x = &r->at[i];
-        if (is_open(r, x) && (!best || x->bound < best->bound))
-            best = x;
-    }
-    return best;
-}
-
 /* Where the choice of a path does not fit, or is not accepted, those that need as much, or a little
  * less, are not tried: there are many alike. Each time it is twice as much less. */
 static koila_status try_rung(const koila__planning *q, const koila__way *base, rungs *r, rung *x,
@@ -444,8 +432,8 @@ static koila_status try_rung(const koila__planning *q, const koila__way *base, r
     return KOILA_OK;
 }
 
-/* The least work of all rungs of `base` that fit; else the one with the least peak, if that is
- * below *best's. A rung is built only where its bounds leave it a chance. */
+/* The least work of all rungs of `base` that fit; of those that were tried and do not, the one with
+ * the least peak, if that is below *best's. A rung is built only where it may fit. */
 static koila_status climb(const koila__planning *q, const koila__way *base, rungs *r,
                           koila__way *best)
 {
@@ -457,15 +445,6 @@ static koila_status climb(const koila__planning *q, const koila__way *base, rung
         KOILA_TRY(try_rung(q, base, r, x, best));
         n_worse =
             base->schedule.n_loops < 2 || best->accepted || best->peak < before ? 0 : n_worse + 1;
-    }
-    x = best->accepted ? NULL : least_bound(r);
-    for (; x && x->bound < q->least && (!best->placed || x->bound < best->peak);
-         x = least_bound(r)) {
-        const bool is_hopeless =
-            koila__outline_is_hopeless(r->usual, x->bound, q->options->budget_bytes);
-        KOILA_TRY(try_rung(q, base, r, x, best));
-        if (is_hopeless) /* for the error, one of them will do */
-            break;
     }
     return KOILA_OK;
 }
@@ -678,28 +657,6 @@ static koila_status try_along(koila__planning *q, const koila__way *way, rung *x
     return KOILA_OK;
 }
 
-/* Could rung x be the least of all plans, `way` among them? */
-static bool may_be_least(const koila__planning *q, const koila__way *way, const rung *x)
-{
-    return x && koila__way_may_be_least(q, x->bound) &&
-           x->bound < way->peak - way->peak / KOILA_COST_NEAR;
-}
-
-/* No rung may fit, so one is for the error, where the way as it is may be the least of all: the one
- * of the least bound; in several loops, where bounds are weak, the one by which the least waits. */
-static koila_status climb_for_error(koila__planning *q, const koila__way *way, rungs *r,
-                                    koila__way *best)
-{
-    const bool is_weak = way->schedule.n_loops > 1;
-    rung *x = least_bound(r);
-    bool is_better;
-    for (uint32_t i = 0; is_weak && i < r->n; i++)
-        x = r->at[i].waiting < x->waiting ? &r->at[i] : x;
-    if (way->peak > q->least || !may_be_least(q, way, x))
-        return KOILA_OK;
-    return try_along(q, way, x, best, &is_better);
-}
-
 /* By rung x, does little enough wait between the loops to fit? In few loops nothing need wait. */
 static bool waits_little(const koila__planning *q, const koila__way *way, const rung *x)
 {
@@ -771,7 +728,7 @@ static koila_status climb_along(koila__planning *q, const koila__way *way, rungs
         taken->how.apart = true;
         KOILA_TRY(try_along(q, way, taken, best, &is_better));
     }
-    return best->placed || koila__way_fits(q, way) ? KOILA_OK : climb_for_error(q, way, r, best);
+    return KOILA_OK;
 }
 
 /* `way` needs too much with all that its loops hold. So results of the forward pass are dropped and

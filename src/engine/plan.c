@@ -14,8 +14,9 @@
  * planning has taken long (src/engine/effort.h), what fits in little time is not compared with
  * more.
  *
- * Where nothing fits, the error tells the least that was found. A way that is bound to need more
- * than the budget, and no less than the least plan so far, is not made.
+ * A way that is bound to need more than the budget is not made. Where nothing fits, the error tells
+ * the least that was made all the same; the least there is takes plans within larger budgets
+ * (src/engine/least.c).
  *
  * A step that cannot be scheduled in slices (thousands of barriers) runs whole, which is always
  * right. With a caching allocator the sum of live bytes does not decide alone: options.accepts is
@@ -275,12 +276,6 @@ static void untry(koila__planning *q, koila__tried *t)
     koila__along_deinit(&t->view, &q->plan->mem);
 }
 
-/* A plan with that peak was made. */
-static void note_made(koila__planning *q, uint64_t peak)
-{
-    q->least = peak < q->least ? peak : q->least;
-}
-
 static koila__least least_along(const koila__tried *t)
 {
     const int64_t unit = t->axis.size / t->axis.rows;
@@ -295,7 +290,6 @@ static void note_least(koila__planning *q, const koila__tried *t)
 {
     if (!t->way.is_bound && t->way.peak < q->other.peak_bytes)
         q->other = least_along(t);
-    note_made(q, q->other.peak_bytes);
 }
 
 /* Is it with results dropped so good that no other axis is tried so? */
@@ -456,34 +450,13 @@ static bool is_row_by_row(const koila__planning *q)
            info->n_slices > 1 && info->n_loops > 0;
 }
 
-/* The step in the most slices of rows, with results dropped: made once, at first for the error. */
+/* The step in the most slices of rows, with results dropped: made once. */
 static koila_status drop_in_slices(koila__planning *q)
 {
     if (q->is_sliced)
         return KOILA_OK;
     KOILA_TRY(koila__drop_in_slices(q, &q->sliced));
     q->is_sliced = true;
-    if (q->sliced.placed)
-        note_made(q, q->sliced.peak);
-    return KOILA_OK;
-}
-
-/* May rows that are cut along another axis fit, or need less than the least plan by more than
- * nothing much? If they cannot fit, that plan may be the one in slices with results dropped. */
-static koila_status is_both_open(koila__planning *q, bool *is_open)
-{
-    const koila_plan_options *o = q->options;
-    uint64_t bound;
-    *is_open = true;
-    KOILA_TRY(koila__floor_both(q->plan, &bound));
-    if (o->axes == KOILA_AXES_BOTH || bound <= o->budget_bytes)
-        return KOILA_OK;
-    const koila_status status = drop_in_slices(q);
-    if (status != KOILA_OK)
-        return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
-    *is_open = koila__way_may_be_least(q, bound);
-    if (!*is_open)
-        q->both = (koila__least){ .peak_bytes = bound, .is_bound = true };
     return KOILA_OK;
 }
 
@@ -492,14 +465,15 @@ static koila_status plan_both(koila__planning *q)
 {
     koila_plan *p = q->plan;
     const koila_plan_options *o = q->options;
-    bool is_open;
+    uint64_t bound;
     if (!is_row_by_row(q))
         return KOILA_UNSUPPORTED;
-    KOILA_TRY(is_both_open(q, &is_open));
-    if (!is_open)
+    KOILA_TRY(koila__floor_both(p, &bound));
+    if (o->axes != KOILA_AXES_BOTH && bound > o->budget_bytes) {
+        q->both = (koila__least){ .peak_bytes = bound, .is_bound = true };
         return KOILA_OOM;
+    }
     const koila_status status = koila__both_cut(p, o, q->effort, &q->both);
-    note_made(q, q->both.peak_bytes);
     q->row_is_too_much = status == KOILA_OOM;
     KOILA_TRY(status);
     p->n_curve = p->info.n_gathers = 0;
@@ -649,49 +623,24 @@ static koila_status plan_unrolled(koila__planning *q, koila__way *best)
 
 /* Of the ways along other axes that are not scheduled, the one that is bound to need the least; or
  * NULL. */
-static koila__tried *least_bound(koila__planning *q)
+static const koila__tried *least_bound(const koila__planning *q)
 {
-    koila__tried *least = NULL;
+    const koila__tried *least = NULL;
     for (uint32_t i = 0; i < q->n_tried; i++) {
-        koila__tried *t = &q->tried[i];
-        const bool is_open = t->way.placed && t->way.is_bound && t->way.peak != UINT64_MAX;
-        if (is_open && (!least || t->way.peak < least->way.peak))
+        const koila__tried *t = &q->tried[i];
+        const bool is_bound = t->way.placed && t->way.is_bound;
+        if (is_bound && (!least || t->way.peak < least->way.peak))
             least = t;
     }
     return least;
 }
 
-/* Schedules, for the error, those of them that could need less than the least plan, and than
- * `bound`. */
-static koila_status build_least(koila__planning *q, uint64_t bound)
-{
-    koila__tried *t = least_bound(q);
-    for (; t && t->way.peak < bound && t->way.peak < q->least; t = least_bound(q)) {
-        koila_plan_options options;
-        const koila__planning along = planning_along(q, t, &options);
-        const koila_status status = koila__way_build(&along, &t->way);
-        if (status != KOILA_OK && status != KOILA_UNSUPPORTED)
-            return status;
-        if (status == KOILA_OK)
-            note_least(q, t);
-        else
-            t->way.peak = UINT64_MAX; /* not to be tried again */
-    }
-    return KOILA_OK;
-}
-
-/* The step whole, with results dropped, where that may fit, or be the least. */
+/* The step whole, with results dropped, where that may fit. */
 static koila_status drop_whole(koila__planning *q, koila__way *best)
 {
     uint64_t bound;
     KOILA_TRY(koila__floor_whole(q->graph, q->targets, q->n_targets, q->mem, &bound));
-    if (bound > q->options->budget_bytes)
-        KOILA_TRY(build_least(q, bound));
-    if (bound > q->options->budget_bytes && !koila__way_may_be_least(q, bound))
-        return KOILA_OK;
-    const koila_status status = koila__drop_whole(q, best);
-    koila_assert(!best->placed || best->schedule.n_loops || best->peak >= bound);
-    return status;
+    return bound > q->options->budget_bytes ? KOILA_OK : koila__drop_whole(q, best);
 }
 
 /* The rows with results dropped: in the most slices, or the step of one row where that may fit.
@@ -768,7 +717,6 @@ static koila_status plan_rows(koila__planning *q)
     KOILA_TRY(choose_way(q));
     KOILA_TRY(koila__plan_describe(q->plan, q->options));
     q->rows_time = time_so_far(q);
-    note_made(q, q->plan->info.peak_bytes);
     return KOILA_OK;
 }
 
@@ -816,15 +764,12 @@ static koila_status plan_axes(koila__planning *q)
     return take_other_axis(q);
 }
 
-/* Nothing fits. Of what is not scheduled, the error tells what it needs at least, where that is not
- * less than the least plan. */
-static koila_status find_least(koila__planning *q)
+/* Nothing fits. Of what is not scheduled, the error tells what it needs at least. */
+static void name_bound(koila__planning *q)
 {
-    KOILA_TRY(build_least(q, UINT64_MAX));
     const koila__tried *bound = least_bound(q);
     if (bound && q->other.peak_bytes == UINT64_MAX)
         q->other = least_along(bound);
-    return KOILA_OK;
 }
 
 static koila_status make_plan(koila__planning *q)
@@ -850,7 +795,7 @@ static koila_status make_plan(koila__planning *q)
     koila_check(koila_plan_check(p, NULL));
     if (p->info.peak_bytes <= o->budget_bytes)
         return KOILA_OK;
-    KOILA_TRY(find_least(q));
+    name_bound(q);
     uint64_t least = koila__plan_least(p, &q->other, &q->both);
     if (o->finds_least && o->rows <= 0)
         KOILA_TRY(koila__least_budget(q, &least));
@@ -894,8 +839,7 @@ koila_status koila__plan_row(const koila_graph *graph, const koila_value *target
                               .unit = 1,
                               .adds_on = adds_on,
                               .other = { .peak_bytes = UINT64_MAX },
-                              .both = { .peak_bytes = UINT64_MAX },
-                              .least = UINT64_MAX };
+                              .both = { .peak_bytes = UINT64_MAX } };
         status = make_plan(&q);
         if (least)
             *least = least_of(&q);

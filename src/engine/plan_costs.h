@@ -63,10 +63,6 @@
  * bench/README.md. */
 #define KOILA_COST_IN_REACH 1.25
 
-/* A way that is bound to need as much as the least plan, less this part of it, is not made for the
- * error. */
-#define KOILA_COST_NEAR 32
-
 /* What calling an operator takes whatever its operands, in bytes moved meanwhile: 9 us at 10 GB/s.
  * Measured on a CPU core (torch 2.13): the time of a step in slices of 64 tokens, less that in
  * slices of 512, by the calls that it makes more. A GPU moves more meanwhile, so there thin slices

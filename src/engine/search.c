@@ -13,7 +13,7 @@
  *   - a policy that holds more between two loops than the budget, or than the best one needs at its
  *     peak;
  *   - any policy, along another axis than the rows, where none can fit: the bound is the answer
- *     (koila__way.is_bound), and plan.c builds the least of all, for the error. */
+ *     (koila__way.is_bound). */
 #include "engine/search.h"
 
 #include "engine/live.h"

@@ -215,11 +215,6 @@ bool koila__is_enough(const koila__planning *q, const koila__way *w)
            w->schedule.work <= KOILA_COST_FORWARD_AGAIN * w->schedule.work_recorded;
 }
 
-bool koila__way_may_be_least(const koila__planning *q, uint64_t bound)
-{
-    return bound < q->least - q->least / KOILA_COST_NEAR;
-}
-
 /* Is way b along another axis better than a, of which either may not fit? */
 bool koila__way_is_better(const koila__planning *q, const koila__way *b, const koila__way *a)
 {
@@ -282,17 +277,6 @@ koila_status koila__way_whole(koila__planning *q, const koila__way **out)
     else
         koila__placed_free(w.placed);
     return status;
-}
-
-/* Schedules s, which is_bound. */
-koila_status koila__way_build(const koila__planning *q, koila__way *s)
-{
-    koila_assert(s->is_bound);
-    KOILA_TRY(koila__schedule_init(&s->schedule, s->placed, s->targets, q->n_targets, s->keep,
-                                   q->mem, q->err));
-    s->is_bound = false;
-    s->peak = koila__plan_peak(s->placed, &s->schedule, q->options, s->rows, 0);
-    return KOILA_OK;
 }
 
 /* The node that runs at the peak of s in s->rows, or KOILA_NONE. */

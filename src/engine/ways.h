@@ -41,7 +41,6 @@ typedef struct koila__planning {
     const uint8_t *seeds;   /* of another axis: koila__along.seeds */
     const uint8_t *adds_on; /* [targets] koila__plan_row(); NULL: none is */
     koila__least other, both;
-    uint64_t least;      /* the peak of the least plan that was made; UINT64_MAX: there is none */
     koila__tried *tried; /* [n_tried] other axes, in plan.c */
     uint32_t n_tried;
     koila__tried *taken;        /* the one that the plan is, if it is one */
@@ -69,8 +68,6 @@ koila_status koila__way_keep_all(const koila__planning *q, koila__way *w);
 /* The step as it was recorded, in one slice, made once: *out is q's. Expected: as
  * koila__schedule_init(). */
 koila_status koila__way_whole(koila__planning *q, const koila__way **out);
-/* Schedules w, which is_bound: its peak is exact then. Expected: as koila__schedule_init(). */
-koila_status koila__way_build(const koila__planning *q, koila__way *w);
 /* The node that runs at the peak of w in w->rows, or KOILA_NONE. */
 koila_node koila__way_peak_node(const koila__planning *q, const koila__way *w);
 void koila__way_swap(koila__way *a, koila__way *b);
@@ -85,9 +82,6 @@ bool koila__is_enough(const koila__planning *q, const koila__way *w);
 double koila__way_time(const koila__way *w);
 /* The same of each recorded call once, on all rows. */
 double koila__recorded_time(const koila__schedule *s);
-/* Is a way that needs `bound` or more worth making, where it is for the error alone? It must be
- * able to need less than the least plan so far by more than nothing much. */
-bool koila__way_may_be_least(const koila__planning *q, uint64_t bound);
 /* Is way b better than a, of which either may not fit? By time if both do, else by the peak. */
 bool koila__way_is_better(const koila__planning *q, const koila__way *b, const koila__way *a);
 
