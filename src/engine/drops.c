@@ -35,9 +35,6 @@ static koila_node last_from(const koila__placed *p, koila_node recorded)
     return last;
 }
 
-/* In several loops, where bounds are weak, so many choices may need no less. */
-enum { MOST_WORSE = 4 };
-
 /* Of the step that is recomputed: with more, what each loop keeps for the next decides the peak. */
 enum { MOST_LOOPS_RECOMPUTED = 4 };
 
@@ -129,7 +126,7 @@ typedef struct rung {
     const koila__path *path; /* NULL: as `how` says */
     uint32_t choice;         /* of the path */
     uint64_t bound;          /* its peak is no less */
-    uint64_t waiting;        /* koila__outline_waiting(), of ladders */
+    uint64_t waiting;        /* koila__outline_waiting(); 0: not known */
     double work;             /* nor is its work */
     bool is_out;             /* tried, or nothing to try */
 } rung;
@@ -142,6 +139,8 @@ typedef struct rungs {
     koila__outline *usual, *host;
     uint64_t limit; /* choices of paths that are bound to need more are not tried */
     uint64_t part;  /* of a bound, by which the next limit is lower */
+    /* what does not fit needs so much beyond what waits, as far as was tried */
+    uint64_t gap;
     koila__effort *effort;
     uint32_t n_nodes;
 } rungs;
@@ -193,12 +192,14 @@ static koila_status add_path(rungs *r, koila_node at, koila__direction direction
         return KOILA_NO_MEMORY;
     KOILA_TRY(koila__path_make(r->usual, direction, until, &r->arena, path));
     koila__spend(r->effort, KOILA_COST_NS_CHOICE * path->n_looks, r->n_nodes);
+    const uint64_t waiting = path->n == 1 ? koila__outline_waiting(r->usual) : 0; /* chosen last */
     for (uint32_t i = 0; i < path->n; i++)
         r->at[r->n++] = (rung){ .how = { .at = at },
                                 .outline = r->usual,
                                 .path = path,
                                 .choice = i,
                                 .bound = path->at[i].gauge.bound,
+                                .waiting = waiting,
                                 .work = path->at[i].work };
     return KOILA_OK;
 }
@@ -270,12 +271,21 @@ static bool is_in_reach(const koila__planning *q, uint64_t n_bytes)
     return (double)n_bytes <= KOILA_COST_IN_REACH * (double)q->options->budget_bytes;
 }
 
-/* The same in a large step: what fills the budget; a path down from where nothing is dropped only
- * where nothing else may fit, and one up where that is near. */
+/* Is the budget so far off that another axis is tried first? */
+static bool is_left_to_axes(const koila__planning *q, const rungs *r)
+{
+    return q->options->axes == KOILA_AXES_ANY && q->options->rows <= 0 && !q->tried &&
+           (double)least_of(r) > KOILA_COST_LEFT_TO_AXES * (double)q->options->budget_bytes;
+}
+
+/* In a step of more than few calls: what fills the budget; a path down from where nothing is
+ * dropped only where nothing else may fit, and one up where that is near. */
 static koila_status add_few_choices(const koila__planning *q, rungs *r, koila_node at)
 {
     const uint64_t budget = q->options->budget_bytes;
     const uint32_t n = r->n;
+    if (is_left_to_axes(q, r))
+        return KOILA_OK;
     KOILA_TRY(add_fills(q, r, at));
     if (least_of(r) <= budget)
         return KOILA_OK;
@@ -285,32 +295,21 @@ static koila_status add_few_choices(const koila__planning *q, rungs *r, koila_no
     return add_path_of_rung(r, at, 0, KOILA__SPARES_DEAR);
 }
 
-/* Choices beside those of the ladder, which are all that there are so far. In a small step all
- * paths; in a larger one what fills the budget, and two paths. None where the budget is out of
- * reach. */
+/* Choices beside those of the ladder, which are all that there are so far: in a small step all
+ * paths. None where the budget is out of reach. */
 static koila_status add_choices(const koila__planning *q, rungs *r, koila_node at)
 {
     const uint64_t budget = q->options->budget_bytes;
-    const uint32_t n_makers = koila__outline_n_makers(r->usual);
-    const bool is_small = n_makers <= KOILA_COST_SMALL_STEP;
     const uint32_t n = r->n;
     if (is_compared(q) && koila__is_spent(q->effort))
         return KOILA_OK;
     if (koila__outline_is_hopeless(r->usual, least_of(r), budget))
         return KOILA_OK;
-    const uint32_t most =
-        q->options->host_price > 0 ? KOILA_COST_LARGE_STEP_WITH_HOST : KOILA_COST_LARGE_STEP;
-    if (n_makers > most)
+    if (koila__outline_n_makers(r->usual) > KOILA_COST_SMALL_STEP)
         return add_few_choices(q, r, at);
-    if (!is_small)
-        KOILA_TRY(add_fills(q, r, at));
-    if (!is_small && is_compared(q) && least_of(r) <= budget)
-        return KOILA_OK;
-    for (uint32_t i = 0; i < (is_small ? n : n > 0); i++)
+    for (uint32_t i = 0; i < n; i++)
         KOILA_TRY(add_path_of_rung(r, at, i, KOILA__SPARES_DEAR));
     KOILA_TRY(add_path_of_all(r, at, KOILA__DROPS));
-    if (!is_small)
-        return KOILA_OK;
     KOILA_TRY(add_path_of_all(r, at, KOILA__SPARES_DEAR));
     KOILA_TRY(add_path_of_all(r, at, KOILA__SPARES_HIGH));
     for (uint32_t i = 0; i < n && least_of(r) > budget; i++)
@@ -386,31 +385,43 @@ static koila_status make_way(const koila__planning *q, const koila__way *base, c
     return KOILA_OK;
 }
 
-/* *best becomes the way of what was chosen last for the rung, if it is better. */
+/* *best becomes the way of what was chosen last for the rung, if it is better. *needs: its peak, or
+ * a number above the budget; 0: not known. */
 static koila_status try_way(const koila__planning *q, const koila__way *base, const rung *r,
-                            koila__way *best)
+                            koila__way *best, uint64_t *needs)
 {
     koila__way way;
     KOILA_TRY(make_way(q, base, r, best, &way));
+    *needs = way.placed ? way.peak : 0;
     if (way.placed && (way.accepted || !best->placed || (!best->accepted && way.peak < best->peak)))
         koila__way_swap(best, &way);
     koila__way_free(&way);
     return KOILA_OK;
 }
 
-/* Is there anything to try? */
-static bool is_open(const rungs *r, const rung *x)
+/* May rung x fit, and is that likely? Bounds of several loops are weak, but what is needed beyond
+ * what waits differs little between choices: those that were tried tell it. */
+static bool is_likely(const koila__planning *q, const rungs *r, const rung *x)
 {
-    return !x->is_out && (!x->path || x->bound <= r->limit);
+    const uint64_t budget = q->options->budget_bytes;
+    return !x->is_out && x->bound <= budget && r->gap <= budget && x->waiting <= budget - r->gap;
+}
+
+/* Rung x needs so much, and does not fit. Others may need a quarter less beyond what waits. */
+static void learn_gap(rungs *r, const rung *x, uint64_t needs)
+{
+    const uint64_t gap = needs > x->waiting ? needs - x->waiting : 0;
+    r->gap = gap - gap / 4 > r->gap ? gap - gap / 4 : r->gap;
 }
 
 /* The rung of the least work that may fit, or NULL. */
-static rung *least_work(rungs *r, uint64_t budget)
+static rung *least_work(const koila__planning *q, rungs *r)
 {
     rung *best = NULL;
     for (uint32_t i = 0; i < r->n; i++) {
         rung *x = &r->at[i];
-        if (is_open(r, x) && x->bound <= budget && (!best || x->work < best->work))
+        if (is_likely(q, r, x) && (!x->path || x->bound <= r->limit) &&
+            (!best || x->work < best->work))
             best = x;
     }
     return best;
@@ -421,10 +432,13 @@ static rung *least_work(rungs *r, uint64_t budget)
 static koila_status try_rung(const koila__planning *q, const koila__way *base, rungs *r, rung *x,
                              koila__way *best)
 {
+    uint64_t needs;
     x->is_out = true;
     if (!choose_rung(x))
         return KOILA_OK;
-    KOILA_TRY(try_way(q, base, x, best));
+    KOILA_TRY(try_way(q, base, x, best, &needs));
+    if (base->schedule.n_loops > 1 && needs > q->options->budget_bytes)
+        learn_gap(r, x, needs);
     if (x->path && !best->accepted) {
         r->limit = x->bound - x->bound / r->part;
         r->part = r->part > 2 ? r->part / 2 : 2;
@@ -437,15 +451,8 @@ static koila_status try_rung(const koila__planning *q, const koila__way *base, r
 static koila_status climb(const koila__planning *q, const koila__way *base, rungs *r,
                           koila__way *best)
 {
-    uint32_t n_worse = 0;
-    rung *x = least_work(r, q->options->budget_bytes);
-    for (; x && is_less(x->work, best) && n_worse < MOST_WORSE;
-         x = least_work(r, q->options->budget_bytes)) {
-        const uint64_t before = best->placed ? best->peak : UINT64_MAX;
+    for (rung *x = least_work(q, r); x && is_less(x->work, best); x = least_work(q, r))
         KOILA_TRY(try_rung(q, base, r, x, best));
-        n_worse =
-            base->schedule.n_loops < 2 || best->accepted || best->peak < before ? 0 : n_worse + 1;
-    }
     return KOILA_OK;
 }
 
@@ -640,15 +647,14 @@ static koila_status make_rungs_along(const koila__planning *q, const koila__way 
     return KOILA_OK;
 }
 
-/* Of a way along another axis: with no more, its forward and backward pass share one. */
-enum { FEW_LOOPS = 2 };
-
-/* *best becomes `way` with the results of rung x dropped, if that is better. */
+/* *best becomes `way` with the results of rung x dropped, which need *needs, if that is better. 0:
+ * not known. */
 static koila_status try_along(koila__planning *q, const koila__way *way, rung *x, koila__way *best,
-                              bool *is_better)
+                              bool *is_better, uint64_t *needs)
 {
     koila__way next = { 0 };
     KOILA_TRY(drop(q, way, x, &next));
+    *needs = next.placed ? next.peak : 0;
     koila_assert(!next.placed || next.peak >= x->bound || next.peak > q->options->budget_bytes);
     *is_better = next.placed && (!best->placed || koila__way_is_better(q, &next, best));
     if (*is_better)
@@ -657,29 +663,14 @@ static koila_status try_along(koila__planning *q, const koila__way *way, rung *x
     return KOILA_OK;
 }
 
-/* By rung x, does little enough wait between the loops to fit? In few loops nothing need wait. */
-static bool waits_little(const koila__planning *q, const koila__way *way, const rung *x)
+/* The rung to be tried next, or NULL: of those that are likely to fit the one of the most segments,
+ * which runs the least again. */
+static rung *next_along(const koila__planning *q, rungs *r)
 {
-    return way->schedule.n_loops <= FEW_LOOPS ||
-           (double)x->waiting <= KOILA_COST_WAITING * (double)q->options->budget_bytes;
-}
-
-/* The rung to be tried next, or NULL: of those by which little enough waits the one of the most
- * segments, which runs the least again; else the one by which the least waits. */
-static rung *next_along(const koila__planning *q, const koila__way *way, rungs *r)
-{
-    const uint64_t budget = q->options->budget_bytes;
-    rung *best = NULL;
-    for (uint32_t i = 0; i < r->n; i++) {
-        rung *x = &r->at[i];
-        if (x->is_out || x->bound > budget)
-            continue;
-        if (waits_little(q, way, x))
-            return x;
-        if (!best || x->waiting < best->waiting)
-            best = x;
-    }
-    return best;
+    for (uint32_t i = 0; i < r->n; i++)
+        if (is_likely(q, r, &r->at[i]))
+            return &r->at[i];
+    return NULL;
 }
 
 /* Other numbers of segments may drop the same: they are not tried too. */
@@ -697,36 +688,34 @@ static bool is_any_enough(const koila__planning *q, const koila__way *way, const
     return koila__is_enough(q, way) || (best->placed && koila__is_enough(q, best));
 }
 
-/* *best becomes the rung of the least time. Where one fits, others are tried until the time for
- * planning is over and two in a row were no better, in a small step all; where none does, until
- * some were no better, or the one by which the least waits misses by far. Then the best one is
- * tried with loops apart. */
+/* *best becomes the rung of the least time, of those that are likely to fit. Where one fits, others
+ * are tried until the time for planning is over and two in a row were no better, in a small step
+ * all. Where none does, but nearly, the best one is tried with loops apart. */
 static koila_status climb_along(koila__planning *q, const koila__way *way, rungs *r,
                                 koila__way *best)
 {
     const bool is_small = koila__outline_n_makers(r->usual) <= KOILA_COST_SMALL_STEP;
-    uint32_t n_worse = 0, n_in_a_row = 0;
+    uint32_t n_in_a_row = 0;
+    bool is_better;
     rung *taken = NULL;
-    for (rung *x = next_along(q, way, r); x; x = next_along(q, way, r)) {
-        bool is_better;
+    r->gap = koila__outline_results(r->usual);
+    for (rung *x = next_along(q, r); x; x = next_along(q, r)) {
         const bool fits = best->placed && koila__way_fits(q, best);
         const bool is_late = !is_small && koila__is_spent(q->effort) && n_in_a_row >= 2;
-        if (is_any_enough(q, way, best) || (fits ? is_late : n_worse == MOST_WORSE))
+        uint64_t needs;
+        if (is_any_enough(q, way, best) || (fits && is_late))
             break;
-        const bool is_least = !waits_little(q, way, x);
-        KOILA_TRY(try_along(q, way, x, best, &is_better));
+        KOILA_TRY(try_along(q, way, x, best, &is_better, &needs));
+        if (needs > q->options->budget_bytes)
+            learn_gap(r, x, needs);
         leave_out_alike(r, x);
         taken = is_better ? x : taken;
-        n_worse += !is_better;
         n_in_a_row = is_better ? 0 : n_in_a_row + 1;
-        if ((is_least || n_in_a_row == 2) && best->placed &&
-            koila__outline_is_hopeless(r->usual, best->peak, q->options->budget_bytes))
-            break;
     }
     if (taken && !koila__way_fits(q, best) && is_in_reach(q, best->peak)) {
-        bool is_better;
+        uint64_t needs;
         taken->how.apart = true;
-        KOILA_TRY(try_along(q, way, taken, best, &is_better));
+        KOILA_TRY(try_along(q, way, taken, best, &is_better, &needs));
     }
     return KOILA_OK;
 }

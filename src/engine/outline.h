@@ -49,6 +49,9 @@ typedef struct koila__outline_options {
     bool uses_host;   /* results may wait in host memory */
 } koila__outline_options;
 
+/* With no more of them, forward and backward pass share one. */
+enum { KOILA__FEW_LOOPS = 2 };
+
 typedef struct koila__outline koila__outline;
 /* p and the options' rows must outlive it; targets: values of p; at: koila__recompute.at. On
  * KOILA_OK *out is yours: koila__outline_free(). Expected: NO_MEMORY. */
@@ -76,9 +79,11 @@ bool koila__outline_choose_makers(koila__outline *o);
 uint64_t koila__outline_bound(koila__outline *o);
 /* Is that no more than n_bytes? */
 bool koila__outline_may_fit(koila__outline *o, uint64_t n_bytes);
-/* Bytes, in all rows, of the storages that stay and that the backward pass, or what runs again,
- * reads. Where loops lie between they wait for those. */
+/* Bytes of the storages that stay and that the backward pass, or what runs again, reads: in a
+ * slice, or, where loops lie between, in all rows what is worth keeping. */
 uint64_t koila__outline_waiting(const koila__outline *o);
+/* Bytes of the results of the step. */
+uint64_t koila__outline_results(const koila__outline *o);
 /* Does so much exceed the budget by far, beyond the results of the step? */
 bool koila__outline_is_hopeless(const koila__outline *o, uint64_t bound, uint64_t budget);
 /* The bound, and how much is held near that: each moment counts by a power of its bytes. */

@@ -201,11 +201,12 @@ static void find_first(koila__outline *o)
 {
     memset(o->last, 0xff, o->stores.n * sizeof *o->last); /* KOILA_NONE */
     memcpy(o->is_late, o->wanted0, o->stores.n * sizeof *o->is_late);
+    memset(o->is_start, 0, o->stores.n * sizeof *o->is_start);
     for (uint32_t k = 0; k < o->makers.n; k++)
         for (uint32_t e = 0; o->is_again[k] && e < o->makers.at[k].n_edges; e++) {
             const uint32_t s = o->edges.at[o->makers.at[k].first_edge + e].store;
             o->is_read[s] |= o->fate[s] == KOILA__STAYS;
-            o->is_late[s] = true;
+            o->is_late[s] = o->is_start[s] = true;
         }
     for (uint32_t k = o->makers.n; k-- > 0;) {
         const maker *m = &o->makers.at[k];
@@ -269,16 +270,35 @@ bool *koila__outline_spared(koila__outline *o) { return o->is_spared; }
 
 bool koila__outline_is_again(const koila__outline *o, uint32_t k) { return o->is_again[k]; }
 
+/* Bytes of storage s of maker m where it waits for its last reader. Between loops it waits in all
+ * rows, unless a loop makes it again. */
+static uint64_t waiting_bytes(const koila__outline *o, const maker *m, uint32_t s)
+{
+    const koila_value v = o->stores.at[s].value;
+    const koila_placement p = o->p->value[v];
+    if (o->g->values.at[v].meta == KOILA_NONE)
+        return 0;
+    const uint64_t n_bytes = koila__value_meta(o->g, v)->n_bytes;
+    if (p.kind != KOILA_S)
+        return n_bytes;
+    if (o->options.n_loops > KOILA__FEW_LOOPS)
+        return m->is_expensive || o->is_start[s] ? n_bytes : 0;
+    return n_bytes / (uint64_t)o->g->axes.at[p.axis] * (uint64_t)o->options.rows[p.axis];
+}
+
 uint64_t koila__outline_waiting(const koila__outline *o)
 {
     uint64_t sum = 0;
-    for (uint32_t s = 0; s < o->stores.n; s++)
-        if (o->fate[s] == KOILA__STAYS && o->is_late[s])
-            sum += o->g->values.at[o->stores.at[s].value].meta == KOILA_NONE
-                       ? 0
-                       : koila__value_meta(o->g, o->stores.at[s].value)->n_bytes;
+    for (uint32_t k = 0; k < o->makers.n; k++) {
+        const maker *m = &o->makers.at[k];
+        for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++)
+            if (o->fate[s] == KOILA__STAYS && o->is_late[s])
+                sum += waiting_bytes(o, m, s);
+    }
     return sum;
 }
+
+uint64_t koila__outline_results(const koila__outline *o) { return o->results; }
 
 double koila__outline_work(const koila__outline *o) { return o->chosen_work; }
 
@@ -299,6 +319,7 @@ koila_status koila__outline_begin_choice(koila__outline *o)
     MAKE(need, S);
     MAKE(is_read, S);
     MAKE(is_late, S);
+    MAKE(is_start, S);
     MAKE(last, S);
     MAKE(wanted0, S);
     MAKE(stays0, S);

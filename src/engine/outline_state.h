@@ -85,6 +85,7 @@ struct koila__outline {
     bool *is_first;    /* [maker] it runs in the forward pass too: something there needs it */
     bool *is_read;     /* [store] by what runs in the forward pass, or what runs again */
     bool *is_late;     /* [store] by the backward pass, or what runs again */
+    bool *is_start;    /* [store] by what runs again */
     koila_node *last;  /* [store] the last node up to `at` that surely reads it, or KOILA_NONE */
     double chosen_work;
 

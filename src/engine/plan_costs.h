@@ -41,12 +41,6 @@
 /* A step of at most so many calls in its forward pass takes the time to refine each way to drop
  * results: a millisecond in all. */
 #define KOILA_COST_SMALL_STEP 32
-/* One of more than so many is refined for the budget alone, unless nothing fits: choices that
- * depend on no budget take it more than 2 ms per 1,000 nodes. */
-#define KOILA_COST_LARGE_STEP 128
-/* The same where results may wait in host memory: choices with that are there besides, and both
- * take it more than 2 ms. */
-#define KOILA_COST_LARGE_STEP_WITH_HOST 80
 /* Above so many calls by moves, more of them move at a time. */
 #define KOILA_COST_MOVES 2048
 
@@ -54,14 +48,14 @@
  * nor all of it tried. */
 #define KOILA_COST_HOPELESS 2
 
-/* What waits between loops is nearly all that they hold: a choice by which so many times the budget
- * waits is tried only where none does by which less does. */
-#define KOILA_COST_WAITING 1.125
-
 /* A choice of what is dropped that needs more than so many times the budget is not changed a
  * little, in the hope that it fits then: loops apart need 12 to 14 % less, in steps of
  * bench/README.md. */
 #define KOILA_COST_IN_REACH 1.25
+
+/* Where all segments need more than so many times the budget, single calls are not chosen before
+ * other axes are tried: they need 22 % less in a GPT-2 of bench/README.md. */
+#define KOILA_COST_LEFT_TO_AXES 1.4
 
 /* What calling an operator takes whatever its operands, in bytes moved meanwhile: 9 us at 10 GB/s.
  * Measured on a CPU core (torch 2.13): the time of a step in slices of 64 tokens, less that in
