@@ -171,7 +171,7 @@ static koila_status plan_sliced(koila__planning *q)
         return KOILA_UNSUPPORTED; /* whole it fits, and was only not accepted */
     }
     adopt(q, &best);
-    if (best.placed == first && best.schedule.n_loops <= 1)
+    if (best.placed == first && (best.schedule.n_loops <= 1 || !best.schedule.n_keeps))
         q->plain = q->plan->placed;
     return KOILA_OK;
 }
@@ -460,6 +460,27 @@ static koila_status drop_in_slices(koila__planning *q)
     return KOILA_OK;
 }
 
+/* Bytes of the results of the step. */
+static uint64_t results_of(const koila__planning *q)
+{
+    uint64_t sum = 0;
+    for (uint32_t i = 0; i < q->n_targets; i++)
+        if (q->graph->values.at[q->targets[i]].node != KOILA_NONE)
+            sum += koila__value_meta(q->graph, q->targets[i])->n_bytes;
+    return sum;
+}
+
+/* Does no row fit along another axis, nor do all of them? They need what each needs beyond the
+ * results. */
+static bool are_rows_too_much(const koila__planning *q)
+{
+    const uint64_t of_row = q->both.of_row, results = results_of(q);
+    if (!q->row_is_too_much || q->both.peak_bytes == UINT64_MAX || of_row <= results)
+        return false;
+    const double all = (double)results + (double)q->largest_axis * (double)(of_row - results);
+    return all > (double)q->options->budget_bytes;
+}
+
 /* The rows one by one, each a step of its own: the plan changes if each of them fits. */
 static koila_status plan_both(koila__planning *q)
 {
@@ -538,16 +559,6 @@ static bool asks_to_recompute(const koila__planning *q)
            (rows_do_not_fit(q) ||
             (!is_settled(q) &&
              is_slower_axis(q, is_free ? KOILA_COST_COMPARED : KOILA_COST_FORWARD_AGAIN)));
-}
-
-/* Bytes of the results of the step. */
-static uint64_t results_of(const koila__planning *q)
-{
-    uint64_t sum = 0;
-    for (uint32_t i = 0; i < q->n_targets; i++)
-        if (q->graph->values.at[q->targets[i]].node != KOILA_NONE)
-            sum += koila__value_meta(q->graph, q->targets[i])->n_bytes;
-    return sum;
 }
 
 /* The bounds of the slices so far. */
@@ -733,22 +744,10 @@ static koila_status drop_in_rows_first(koila__planning *q)
     return status == KOILA_OOM ? KOILA_OK : status;
 }
 
-/* Rows; where these do not fit, rows with results dropped. They are compared with the best of both
- * together and another axis alone; if nothing fits, with another axis with results dropped. */
-static koila_status plan_axes(koila__planning *q)
+/* Another axis alone, or both together; if neither fits, another axis with results dropped. */
+static koila_status plan_along_axes(koila__planning *q)
 {
     const koila_plan_options *o = q->options;
-    if (o->axes == KOILA_AXES_BOTH)
-        return plan_both_as_forced(q);
-    if (o->axes == KOILA_AXES_OTHER)
-        return plan_other_axis(q);
-    KOILA_TRY(plan_rows(q));
-    if (o->axes == KOILA_AXES_ROWS || o->rows > 0 || !rows_do_not_fit(q))
-        return KOILA_OK;
-    if (o->recomputes)
-        KOILA_TRY(drop_in_rows_first(q));
-    if (is_settled(q))
-        return KOILA_OK;
     KOILA_TRY(try_axes(q));
     const koila__tried *best = best_tried(q);
     const bool is_enough = best && (is_quick(q, best) || koila__is_enough(q, &best->way));
@@ -762,6 +761,23 @@ static koila_status plan_axes(koila__planning *q)
         return KOILA_OK;
     KOILA_TRY(drop_along_axes(q));
     return take_other_axis(q);
+}
+
+/* Rows; where these do not fit, rows with results dropped, or cut along another axis too; these are
+ * compared with another axis alone. */
+static koila_status plan_axes(koila__planning *q)
+{
+    const koila_plan_options *o = q->options;
+    if (o->axes == KOILA_AXES_BOTH)
+        return plan_both_as_forced(q);
+    if (o->axes == KOILA_AXES_OTHER)
+        return plan_other_axis(q);
+    KOILA_TRY(plan_rows(q));
+    if (o->axes == KOILA_AXES_ROWS || o->rows > 0 || !rows_do_not_fit(q))
+        return KOILA_OK;
+    if (o->recomputes)
+        KOILA_TRY(drop_in_rows_first(q));
+    return is_settled(q) || are_rows_too_much(q) ? KOILA_OK : plan_along_axes(q);
 }
 
 /* Nothing fits. Of what is not scheduled, the error tells what it needs at least. */
@@ -806,9 +822,15 @@ static koila_status make_plan(koila__planning *q)
 static koila__least least_of(const koila__planning *q)
 {
     const koila_plan_info *info = &q->plan->info;
-    if (!q->other.is_bound && q->other.peak_bytes < info->peak_bytes)
-        return q->other;
+    const uint64_t other = q->other.peak_bytes;
+    const uint64_t of_row = other < info->peak_bytes ? other : info->peak_bytes;
+    if (!q->other.is_bound && other < info->peak_bytes) {
+        koila__least least = q->other;
+        least.of_row = of_row;
+        return least;
+    }
     return (koila__least){ .peak_bytes = info->peak_bytes,
+                           .of_row = of_row,
                            .dim = info->dim,
                            .rows = info->rows * info->unit,
                            .size = info->batch * info->unit };

@@ -34,7 +34,10 @@ koila_status koila__plan_describe(koila_plan *p, const koila_plan_options *o);
 /* The least that cutting another axis needs. */
 typedef struct koila__least {
     uint64_t peak_bytes; /* UINT64_MAX: none was tried */
-    bool is_bound;       /* none needs less, and none was made: another way needs no more */
+    /* within a row: what one row needs at least, or with what was tried, without what is held
+     * beside it */
+    uint64_t of_row;
+    bool is_bound; /* none needs less, and none was made: another way needs no more */
     uint32_t dim;
     int64_t rows, size; /* entries of a slice, and of all */
 } koila__least;

@@ -44,7 +44,7 @@ typedef struct koila__planning {
     koila__tried *tried; /* [n_tried] other axes, in plan.c */
     uint32_t n_tried;
     koila__tried *taken;        /* the one that the plan is, if it is one */
-    const koila__placed *plain; /* the plan's by rows: of koila__place(), in one loop; or NULL */
+    const koila__placed *plain; /* the plan's by rows: of koila__place(), keeping all; or NULL */
     koila__way sliced;          /* plan.c: rows with results dropped; not the plan's */
     bool is_both_tried;
     bool row_is_too_much; /* along no axis a row fits, with results dropped: nor do more of them */
