@@ -170,7 +170,8 @@ static bool spare_if_it_fits(walk *w, uint32_t from, uint32_t to, uint64_t budge
 }
 
 /* Spares the first groups, as many as fit, then of the next ones those that do, fewer of them in a
- * large step; the last choice is the path's only one. */
+ * large step, and none where not even the first one fits; the last choice is the path's only one.
+ */
 static void fill(walk *w, uint64_t budget)
 {
     koila__path *p = w->path;
@@ -179,7 +180,7 @@ static void fill(walk *w, uint64_t budget)
     for (uint32_t step = FILLED_GROUPS / 2; step; step /= 2)
         if (fit + step <= w->n_groups && spare_if_it_fits(w, fit, fit + step, budget))
             fit += step;
-    for (uint32_t i = fit + 1; i < w->n_groups && i <= fit + n_more; i++)
+    for (uint32_t i = fit + 1; fit && i < w->n_groups && i <= fit + n_more; i++)
         spare_if_it_fits(w, i, i + 1, budget);
     for (uint32_t i = 0; i < w->n_makers; i++)
         if (!w->is_spared[w->makers[i]])
