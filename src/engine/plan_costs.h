@@ -70,7 +70,7 @@
 /* Planning takes about so many ns a recorded node where something fits in little time: that is not
  * compared with more once they are spent. A step of few nodes takes the time in any case. */
 #define KOILA_COST_NS_ALLOWED 1000.0
-#define KOILA_COST_NS_AT_LEAST 400000.0
+#define KOILA_COST_NS_AT_LEAST 200000.0
 /* What the passes take, in ns a node of the graph that they go over. Measured on a CPU core (Xeon,
  * 2.1 GHz) for the models of bench/README.md: only their ratios matter. */
 #define KOILA_COST_NS_PLACE 250.0    /* placing */
