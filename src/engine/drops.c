@@ -278,7 +278,7 @@ static bool is_left_to_axes(const koila__planning *q, const rungs *r)
            (double)least_of(r) > KOILA_COST_LEFT_TO_AXES * (double)q->options->budget_bytes;
 }
 
-/* In a step of more than few calls: what fills the budget; a path down from where nothing is
+/* In a large step: what fills the budget; a path down from where nothing is
  * dropped only where nothing else may fit, and one up where that is near. */
 static koila_status add_few_choices(const koila__planning *q, rungs *r, koila_node at)
 {
@@ -295,21 +295,29 @@ static koila_status add_few_choices(const koila__planning *q, rungs *r, koila_no
     return add_path_of_rung(r, at, 0, KOILA__SPARES_DEAR);
 }
 
-/* Choices beside those of the ladder, which are all that there are so far: in a small step all
- * paths. None where the budget is out of reach. */
+/* Choices beside those of the ladder, which are all that there are so far. In a small step all
+ * paths; in a larger one what fills the budget, and two paths. None where the budget is out of
+ * reach. */
 static koila_status add_choices(const koila__planning *q, rungs *r, koila_node at)
 {
     const uint64_t budget = q->options->budget_bytes;
+    const bool is_small = koila__outline_n_makers(r->usual) <= KOILA_COST_SMALL_STEP;
     const uint32_t n = r->n;
     if (is_compared(q) && koila__is_spent(q->effort))
         return KOILA_OK;
     if (koila__outline_is_hopeless(r->usual, least_of(r), budget))
         return KOILA_OK;
-    if (koila__outline_n_makers(r->usual) > KOILA_COST_SMALL_STEP)
+    if (r->n_nodes > KOILA_COST_LARGE_STEP)
         return add_few_choices(q, r, at);
-    for (uint32_t i = 0; i < n; i++)
+    if (!is_small)
+        KOILA_TRY(add_fills(q, r, at));
+    if (!is_small && is_compared(q) && least_of(r) <= budget)
+        return KOILA_OK;
+    for (uint32_t i = 0; i < (is_small ? n : n > 0); i++)
         KOILA_TRY(add_path_of_rung(r, at, i, KOILA__SPARES_DEAR));
     KOILA_TRY(add_path_of_all(r, at, KOILA__DROPS));
+    if (!is_small)
+        return KOILA_OK;
     KOILA_TRY(add_path_of_all(r, at, KOILA__SPARES_DEAR));
     KOILA_TRY(add_path_of_all(r, at, KOILA__SPARES_HIGH));
     for (uint32_t i = 0; i < n && least_of(r) > budget; i++)

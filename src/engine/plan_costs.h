@@ -41,6 +41,9 @@
 /* A step of at most so many calls in its forward pass takes the time to refine each way to drop
  * results: a millisecond in all. */
 #define KOILA_COST_SMALL_STEP 32
+/* One of more than so many nodes is refined for the budget alone, unless nothing fits: choices that
+ * depend on no budget take half the time of planning it. */
+#define KOILA_COST_LARGE_STEP 256
 /* Above so many calls by moves, more of them move at a time. */
 #define KOILA_COST_MOVES 2048
 
