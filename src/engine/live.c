@@ -103,12 +103,12 @@ static uint64_t workspace_of(const walk *w, koila_node n, int64_t rows, int64_t 
 }
 
 /* Of the bytes `made`, which node n makes as KOILA__LOCAL_MADE: those that are never there beside
- * what it is given. */
+ * what it is given. 0 of none: n may be anything then. */
 static uint64_t spared_by(const walk *w, koila_node n, uint64_t made, int64_t rows, int64_t batch)
 {
-    const bool is_whole = !batch || w->p->node[n].end;
     if (!made || !w->o->workspace || !w->o->spared)
         return 0;
+    const bool is_whole = !batch || w->p->node[n].end;
     const uint64_t bytes = w->o->spared(w->o->user, w->p->graph->nodes.at[n].sig,
                                         is_whole ? 0 : rows, is_whole ? 0 : batch);
     return bytes < made ? bytes : made;
