@@ -607,8 +607,8 @@ static void set_whole_last(work_state *w, const uint32_t *last)
     }
 }
 
-/* Did the emission read some whole value for the last time before the stage that could? */
-static bool ends_earlier(const work_state *w)
+/* Did the emission read some whole value for the last time in another stage than was told? */
+static bool ends_otherwise(const work_state *w)
 {
     for (uint32_t v = 0; v < w->n_values; v++)
         if (w->whole_seen[v] != w->whole_last[v] && !w->is_result[v])
@@ -665,22 +665,44 @@ static koila_status emit_all(work_state *w, koila__schedule *s)
     return make_stages(w, s);
 }
 
+/* The last stages that read whole values, as the policy's work tells them. False: it does not. */
+static bool tell_whole_last(work_state *w, koila__keep keep)
+{
+    const koila__kept kept = w->work_kept; /* stays that of the policy that was asked for */
+    if (!w->is_read_until || w->keep.horizon != keep.horizon || w->keep.spacing != keep.spacing ||
+        w->keep.drops_forward != keep.drops_forward)
+        (void)koila__schedule_work(w, keep);
+    w->work_kept = kept;
+    for (uint32_t v = 0; w->is_read_until && v < w->n_values; v++) {
+        uint32_t last = w->call_until[v];
+        if (w->read_until[v] && producer(w, v) != KOILA_NONE) {
+            const uint32_t stage = w->loop_stage[w->read_until[v] - 1];
+            last = last == KOILA_NONE || stage > last ? stage : last;
+        }
+        w->whole_seen[v] = last;
+    }
+    return w->is_read_until;
+}
+
 /* What is kept decides which loops read a whole value, and the emission decides what is kept. So
- * the first emission ends whole values where any policy could; where that was too late, a second
- * one ends them after their last reader. Nothing else depends on it. */
+ * the first emission ends whole values where the policy's work tells, or where any policy could;
+ * where that was wrong, a second one ends them after their last reader. Nothing else depends on it.
+ */
 koila_status koila__schedule_make(koila__scheduler *w, koila__keep keep, koila__schedule *out,
                                   koila_error *err)
 {
     koila__schedule s;
     koila_assert(keep.cheap == w->keep.cheap);
+    const bool is_told = w->n_loops > 1 && tell_whole_last(w, keep);
     w->keep = keep;
-    set_whole_last(w, w->whole_until);
+    w->is_read_until = false;
+    set_whole_last(w, is_told ? w->whole_seen : w->whole_until);
     koila_status status = emit_all(w, &s);
-    if (status == KOILA_OK && w->n_loops > 1 && ends_earlier(w)) {
+    if (status == KOILA_OK && w->n_loops > 1 && ends_otherwise(w)) {
         koila__schedule_recycle(w, &s);
         set_whole_last(w, w->whole_seen);
         status = emit_all(w, &s);
-        koila_assert(status != KOILA_OK || !ends_earlier(w));
+        koila_assert(status != KOILA_OK || !ends_otherwise(w));
     }
     if (status != KOILA_OK) {
         koila__schedule_recycle(w, &s);

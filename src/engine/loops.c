@@ -16,8 +16,9 @@
  * reads the whole value or a slice of it. */
 static bool find_local(const work_state *w, koila_node n, uint32_t i, koila_value v)
 {
-    if (!w->p->node[n].in_loop || !made_in_loop(w, v) ||
-        w->p->node[producer(w, v)].axis != w->p->node[n].axis)
+    const koila_node from = producer(w, v);
+    if (from == KOILA_NONE || !w->p->node[n].in_loop || !w->p->node[from].in_loop ||
+        w->p->node[from].axis != w->p->node[n].axis)
         return false;
     const koila_placement need = need_of(w, n, i);
     return need.kind == KOILA_R ? w->p->value[v].kind == KOILA_R
@@ -56,7 +57,7 @@ static void find_needed(work_state *w, const koila_value *targets, uint32_t n_ta
             *u = (use){ v, producer(w, v), n, KOILA_NONE,
                         .reads = !sig->n_writes || koila__reads(sig, i) };
             u->local = u->reads && find_local(w, n, i, v);
-            u->is_whole = !u->local && need_of(w, n, i).kind == KOILA_R;
+            u->is_whole = !u->local && w->p->need[info->first_input + i].kind == KOILA_R;
             if (!w->needed[n] || !u->reads)
                 continue;
             if (u->from != KOILA_NONE)
@@ -64,11 +65,14 @@ static void find_needed(work_state *w, const koila_value *targets, uint32_t n_ta
             u->next = w->first_use[v];
             w->first_use[v] = info->first_input + i;
         }
+        w->runs[n] = RUNS_NEVER;
         if (!w->needed[n])
             continue;
+        w->runs[n] = w->p->node[n].in_loop ? RUNS_IN_LOOP : RUNS_ONCE;
+        w->any_again |= w->p->node[n].is_again;
         w->aliases[n] = aliases_input(w, n, sig);
         w->is_mere_view[n] = sig->n_inputs == 1 && !sig->n_writes &&
-                             koila_op_flags(w->g->table, sig->op) & KOILA_OP_VIEW;
+                             w->g->table->ops.at[sig->op].flags & KOILA_OP_VIEW;
         if (w->is_mere_view[n] && w->uses[info->first_input].from != KOILA_NONE)
             w->is_viewed[w->uses[info->first_input].from] = true;
     }
@@ -114,7 +118,7 @@ static void find_levels(work_state *w)
             if (u->from == KOILA_NONE || !u->reads)
                 continue;
             uint32_t l = w->level[u->from];
-            if (w->p->node[u->from].in_loop && !u->local) {
+            if (w->runs[u->from] == RUNS_IN_LOOP && !u->local) {
                 l += 1;
                 w->is_barrier[u->value] = true;
             }
@@ -127,35 +131,35 @@ static void find_levels(work_state *w)
     }
     if (w->p->again_apart)
         spread_levels(w);
-    delay_again(w);
+    if (w->any_again)
+        delay_again(w);
 }
 
-/* The nodes outside loops, by level. */
-static koila_status chain_whole_nodes(work_state *w)
+/* The loop that is of the level and axis of node n, which is of one. */
+static uint32_t *natural(const work_state *w, koila_node n)
 {
-    w->whole_of_level = koila__arena_array(&w->tmp, w->n_levels, sizeof *w->whole_of_level);
-    TRY_ALLOC(w->whole_of_level);
-    memset(w->whole_of_level, 0xff, w->n_levels * sizeof *w->whole_of_level);
-    for (uint32_t n = w->n_nodes; n-- > 0;) {
-        if (!w->needed[n] || w->p->node[n].in_loop)
-            continue;
-        w->whole_next[n] = w->whole_of_level[w->level[n]];
-        w->whole_of_level[w->level[n]] = n;
-    }
-    return KOILA_OK;
+    return &w->loop_of[(uint64_t)w->level[n] * (w->g->axes.n ? w->g->axes.n : 1) +
+                       w->p->node[n].axis];
 }
 
-/* A loop for each level and axis that has a node, in the order of levels. */
+/* The nodes outside loops, by level. A loop for each level and axis that has another node, in the
+ * order of levels. */
 static koila_status make_loops(work_state *w)
 {
     const uint32_t n_axes = w->g->axes.n ? w->g->axes.n : 1;
     const uint64_t n_slots = (uint64_t)w->n_levels * n_axes;
     uint32_t *loop_of = koila__arena_array(&w->spare, n_slots, sizeof *loop_of);
-    TRY_ALLOC(loop_of);
-#define SLOT(n) ((uint64_t)w->level[n] * n_axes + w->p->node[n].axis)
-    for (uint32_t n = 0; n < w->n_nodes; n++)
-        if (w->needed[n] && w->p->node[n].in_loop)
-            loop_of[SLOT(n)] = 1;
+    w->whole_of_level = koila__arena_room(&w->tmp, w->n_levels * sizeof *w->whole_of_level);
+    TRY_ALLOC(loop_of && w->whole_of_level);
+    memset(w->whole_of_level, 0xff, w->n_levels * sizeof *w->whole_of_level);
+    w->loop_of = loop_of;
+    for (uint32_t n = w->n_nodes; n-- > 0;)
+        if (w->runs[n] == RUNS_IN_LOOP) {
+            *natural(w, n) = 1;
+        } else if (w->runs[n] == RUNS_ONCE) {
+            w->whole_next[n] = w->whole_of_level[w->level[n]];
+            w->whole_of_level[w->level[n]] = n;
+        }
     for (uint64_t i = 0; i < n_slots; i++)
         w->n_loops += loop_of[i];
     if (w->n_loops > KOILA_COST_MAX_LOOPS)
@@ -174,9 +178,6 @@ static koila_status make_loops(work_state *w)
         loop_of[i] = next++;
     }
     koila_assert(next == w->n_loops);
-    for (uint32_t n = 0; n < w->n_nodes; n++)
-        w->natural[n] = w->needed[n] && w->p->node[n].in_loop ? loop_of[SLOT(n)] : KOILA_NONE;
-#undef SLOT
     return KOILA_OK;
 }
 
@@ -200,37 +201,57 @@ static void keep_for_again(work_state *w)
     }
 }
 
+/* The cost of the calls of a signature. */
+static const sig_cost *cost_of(work_state *w, koila_sig sig)
+{
+    const koila_table *t = w->g->table;
+    const koila_sig_info *s = koila__sig(t, sig);
+    sig_cost *c = &w->cost[sig];
+    if (c->known)
+        return c;
+    const uint32_t flags = t->ops.at[s->op].flags;
+    *c =
+        (sig_cost){ koila__cost_of(t, s), 0, true, flags & KOILA_OP_VIEW, flags & KOILA_OP_OPAQUE };
+    for (uint32_t o = 0; o < s->n_outputs; o++)
+        if (s->outputs[o] != KOILA_NONE)
+            c->n_bytes += (double)koila__meta(t, s->outputs[o])->n_bytes;
+    return c;
+}
+
+/* Values that may be kept at all: sliced results of expensive operators. */
+static void find_keepable(work_state *w, koila_node n)
+{
+    for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++)
+        w->is_keepable[v] = exists(w, v) && w->p->value[v].kind == KOILA_S;
+}
+
 /* A node is expensive if it is a dense kernel, or if recomputing it from the last values worth
  * keeping takes many passes over memory. The second case spares every loop from running a long
  * chain of cheap operators across many barriers from its beginning. */
 static koila_status find_costs(work_state *w)
 {
-    const koila_table *t = w->g->table;
     /* work from values worth keeping to this node, counted as a tree */
-    double *chain = koila__arena_array(&w->spare, w->n_nodes, sizeof *chain);
-    w->cost = koila__arena_array(&w->tmp, t->sigs.n, sizeof *w->cost);
+    double *chain = koila__arena_room(&w->spare, w->n_nodes * sizeof *chain);
+    w->cost = koila__arena_array(&w->spare, w->g->table->sigs.n, sizeof *w->cost);
     TRY_ALLOC(chain && w->cost);
-    keep_for_again(w);
+    if (w->any_again)
+        keep_for_again(w);
     for (uint32_t n = 0; n < w->n_nodes; n++) {
-        const koila_sig_info *s = sig_of(w, n);
-        sig_cost *c = &w->cost[w->g->nodes.at[n].sig];
-        if (!c->known) {
-            *c = (sig_cost){ koila__cost_of(t, s), 0, true,
-                             koila_op_flags(t, s->op) & KOILA_OP_VIEW };
-            for (uint32_t o = 0; o < s->n_outputs; o++)
-                if (s->outputs[o] != KOILA_NONE)
-                    c->n_bytes += (double)koila__meta(t, s->outputs[o])->n_bytes;
+        const sig_cost *c = cost_of(w, w->g->nodes.at[n].sig);
+        double sum = c->cost.work;
+        w->work[n] = sum;
+        w->is_expensive[n] |= c->cost.expensive;
+        if (!w->is_expensive[n]) {
+            for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end;
+                 u < end; u++)
+                if (u->local)
+                    sum += chain[u->from];
+            w->is_expensive[n] =
+                !c->is_view && (sum > KOILA_COST_CHAIN * c->n_bytes || w->keep.cheap);
         }
-        chain[n] = c->cost.work;
-        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end;
-             u++)
-            if (u->local)
-                chain[n] += chain[u->from];
-        w->is_expensive[n] |=
-            c->cost.expensive ||
-            (!c->is_view && (chain[n] > KOILA_COST_CHAIN * c->n_bytes || w->keep.cheap));
-        if (w->is_expensive[n])
-            chain[n] = 0;
+        chain[n] = w->is_expensive[n] ? 0 : sum;
+        if (w->is_expensive[n] && !c->is_view && !c->is_opaque)
+            find_keepable(w, n);
     }
     return KOILA_OK;
 }
@@ -260,9 +281,13 @@ static void add_bits(work_state *w, loop_set *set, uint32_t *before, uint32_t wo
     else
         w->cells.at[*before].next = fresh;
 }
-static void add_loop(work_state *w, loop_set *set, uint32_t j)
+static inline void add_loop(work_state *w, loop_set *set, uint32_t j)
 {
     uint32_t before = KOILA_NONE;
+    if (*set != KOILA_NONE && w->cells.at[*set].word == j >> 6) { /* most sets have one cell */
+        w->cells.at[*set].bits |= (uint64_t)1 << (j & 63);
+        return;
+    }
     add_bits(w, set, &before, j >> 6, (uint64_t)1 << (j & 63));
 }
 
@@ -275,33 +300,21 @@ static bool runs_in(const work_state *w, koila_node n, uint32_t j)
     return false;
 }
 
-/* Values that may be kept at all: sliced results of expensive operators. */
-static void find_keepable(work_state *w)
-{
-    for (uint32_t v = 0; v < w->n_values; v++) {
-        const koila_node n = producer(w, v);
-        w->is_keepable[v] =
-            n != KOILA_NONE && w->is_expensive[n] && exists(w, v) &&
-            w->p->value[v].kind == KOILA_S &&
-            !(koila_op_flags(w->g->table, sig_of(w, n)->op) & (KOILA_OP_OPAQUE | KOILA_OP_VIEW));
-    }
-}
-
 /* home[n]: the first loop that runs n, whatever is kept. It makes one of n's results whole, or is
  * the home of a consumer. */
 static void find_homes(work_state *w)
 {
     for (uint32_t n = w->n_nodes; n-- > 0;) {
-        w->home[n] = KOILA_NONE;
-        if (!w->needed[n] || !w->p->node[n].in_loop)
-            continue;
-        for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++) {
-            if (w->made_whole[v] < w->home[n])
-                w->home[n] = w->made_whole[v];
+        uint32_t home = KOILA_NONE;
+        for (koila_value v = w->span[n].out; w->runs[n] == RUNS_IN_LOOP && v < w->span[n].out_end;
+             v++) {
+            if (w->made_whole[v] < home)
+                home = w->made_whole[v];
             for (const use *u = uses_of(w, v); u; u = next_use_of(w, u))
-                if (u->local && w->home[u->user] < w->home[n])
-                    w->home[n] = w->home[u->user];
+                if (u->local && w->home[u->user] < home)
+                    home = w->home[u->user];
         }
+        w->home[n] = home;
     }
 }
 
@@ -360,7 +373,7 @@ static uint32_t first_with(const work_state *w, koila_node n, uint32_t first)
 static uint32_t best_loop(work_state *w, koila_value v)
 {
     const koila_node n = producer(w, v);
-    const uint32_t first = w->natural[n];
+    const uint32_t first = *natural(w, n);
     const uint32_t there = first_with(w, n, first);
     if (there != KOILA_NONE)
         return there;
@@ -391,10 +404,23 @@ static uint32_t best_loop(work_state *w, koila_value v)
     return first;
 }
 
+/* Chains what each loop makes whole. */
+static void chain_targets(work_state *w)
+{
+    for (uint32_t v = w->n_values; v-- > 0;) {
+        if (w->made_whole[v] == KOILA_NONE)
+            continue;
+        w->target_next[v] = w->target_first[w->made_whole[v]];
+        w->target_first[w->made_whole[v]] = v;
+    }
+}
+
 static void assign_targets(work_state *w)
 {
+    memset(w->made_whole, 0xff, w->n_values * sizeof *w->made_whole);
     for (uint32_t v = 0; v < w->n_values; v++)
-        w->made_whole[v] = w->is_barrier[v] ? w->natural[producer(w, v)] : KOILA_NONE;
+        if (w->is_barrier[v])
+            w->made_whole[v] = *natural(w, producer(w, v));
     find_homes(w);
     for (uint32_t v = 0; v < w->n_values; v++)
         if (w->is_barrier[v])
@@ -407,12 +433,7 @@ static void assign_targets(work_state *w)
         demand(w, v, j, true, 0);
         w->made_whole[v] = j;
     }
-    for (uint32_t v = w->n_values; v-- > 0;) {
-        if (w->made_whole[v] == KOILA_NONE)
-            continue;
-        w->target_next[v] = w->target_first[w->made_whole[v]];
-        w->target_first[w->made_whole[v]] = v;
-    }
+    chain_targets(w);
     find_homes(w);
 }
 
@@ -433,7 +454,9 @@ static void add_uses(work_state *w, koila_value v, loop_set *out)
             const uint64_t bits = end - c.word * 64 >= 64
                                       ? c.bits
                                       : c.bits & (((uint64_t)1 << (end - c.word * 64)) - 1);
-            if (bits)
+            if (bits && *out != KOILA_NONE && w->cells.at[*out].word == c.word)
+                w->cells.at[*out].bits |= bits;
+            else if (bits)
                 add_bits(w, out, &before, c.word, bits);
         }
     }
@@ -458,6 +481,46 @@ static koila_status find_exec(work_state *w)
         }
     }
     return w->no_memory ? KOILA_NO_MEMORY : KOILA_OK;
+}
+
+static bool has_local_use(const work_state *w, koila_value v)
+{
+    for (const use *u = uses_of(w, v); u; u = next_use_of(w, u))
+        if (u->local)
+            return true;
+    return false;
+}
+
+/* All that is needed in a loop, where there is one: it makes its results and what is needed whole,
+ * and whatever these need. */
+static koila_status assign_one_loop(work_state *w)
+{
+    const loop_set only = w->cells.n;
+    memset(w->made_whole, 0xff, w->n_values * sizeof *w->made_whole);
+    if (!koila__vec_push(&w->mem, &w->cells, ((cell){ 1, 0, KOILA_NONE })))
+        return KOILA_NO_MEMORY;
+    for (uint32_t n = 0; n < w->n_nodes; n++) {
+        w->home[n] = w->runs[n] == RUNS_IN_LOOP ? 0 : KOILA_NONE;
+        for (koila_value v = w->span[n].out; w->home[n] == 0 && v < w->span[n].out_end; v++) {
+            if (w->is_barrier[v] || w->is_result[v])
+                w->made_whole[v] = 0;
+            if (w->is_keepable[v] && has_local_use(w, v))
+                w->use[v] = only;
+        }
+    }
+    chain_targets(w);
+    return KOILA_OK;
+}
+
+/* Finds which loop makes what, and the loops in which values that may be kept are used. */
+static koila_status assign_loops(work_state *w)
+{
+    if (w->n_loops <= 1)
+        return assign_one_loop(w);
+    TRY_ALLOC(w->exec = koila__arena_room(&w->spare, ((size_t)w->n_nodes + 1) * sizeof *w->exec));
+    memset(w->exec, 0xff, (size_t)w->n_nodes * sizeof *w->exec);
+    assign_targets(w);
+    return find_exec(w);
 }
 
 /* ---- whole values */
@@ -486,15 +549,15 @@ static uint32_t find_last_run(const work_state *w, koila_node n)
     return last;
 }
 
-/* Node n of `stage` may read whole values: updates whole_until. */
-static void see_readers(work_state *w, koila_node n, uint32_t stage)
+/* Node n of `stage` may read whole values: updates until. */
+static void see_readers(const work_state *w, koila_node n, uint32_t stage, uint32_t *until)
 {
     for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end; u++) {
         const koila_value v = u->value;
         if (u->from == KOILA_NONE || !u->reads || (u->local && !sliced_in(w, v, w->last_run[n])))
             continue;
-        if (w->whole_until[v] == KOILA_NONE || w->whole_until[v] < stage)
-            w->whole_until[v] = stage;
+        if (until[v] == KOILA_NONE || until[v] < stage)
+            until[v] = stage;
     }
 }
 
@@ -503,29 +566,33 @@ static void see_readers(work_state *w, koila_node n, uint32_t stage)
 static koila_status find_whole_until(work_state *w)
 {
     uint32_t *whole_stage = koila__arena_array(&w->spare, w->n_levels, sizeof *whole_stage);
-    uint32_t *loop_stage = koila__arena_array(&w->spare, w->n_loops, sizeof *loop_stage);
+    uint32_t *loop_stage = koila__arena_array(&w->tmp, w->n_loops, sizeof *loop_stage);
     const uint32_t n_stages = w->n_levels + w->n_loops;
     w->ending_first = koila__arena_array(&w->tmp, n_stages, sizeof *w->ending_first);
     TRY_ALLOC(whole_stage && loop_stage && w->ending_first);
+    w->loop_stage = loop_stage;
     for (uint32_t level = 0, j = 0, stage = 0; level < w->n_levels; level++) {
         whole_stage[level] = stage++;
         for (; j < w->n_loops && w->loops[j].level == level; j++)
             loop_stage[j] = stage++;
     }
-    for (uint32_t v = 0; v < w->n_values; v++)
-        w->whole_until[v] = KOILA_NONE;
+    memset(w->whole_until, 0xff, w->n_values * sizeof *w->whole_until);
+    memset(w->call_until, 0xff, w->n_values * sizeof *w->call_until);
     for (uint32_t n = w->n_nodes; n-- > 0;) {
         w->last_run[n] = KOILA_NONE;
-        if (!w->needed[n])
+        if (w->runs[n] == RUNS_NEVER)
             continue;
-        if (!w->p->node[n].in_loop) {
-            see_readers(w, n, whole_stage[w->level[n]]);
+        if (w->runs[n] == RUNS_ONCE) {
+            see_readers(w, n, whole_stage[w->level[n]], w->call_until);
             continue;
         }
-        w->last_run[n] = find_last_run(w, n);
+        w->last_run[n] = w->n_loops > 1 ? find_last_run(w, n) : w->home[n];
         if (w->last_run[n] != KOILA_NONE)
-            see_readers(w, n, loop_stage[w->last_run[n]]);
+            see_readers(w, n, loop_stage[w->last_run[n]], w->whole_until);
     }
+    for (uint32_t v = 0; v < w->n_values; v++) /* NONE + 1 == 0 */
+        if (w->call_until[v] + 1 > w->whole_until[v] + 1)
+            w->whole_until[v] = w->call_until[v];
     return KOILA_OK;
 }
 
@@ -533,7 +600,7 @@ static koila_status find_whole_until(work_state *w)
  * that is not of an earlier level. */
 static whole_value *find_whole(work_state *w, koila_value v, koila_node n, const uint32_t *loop_of)
 {
-    const bool in_loop = w->p->node[n].in_loop;
+    const bool in_loop = w->runs[n] == RUNS_IN_LOOP;
     whole_value x = { .begin = in_loop ? w->made_whole[v] : loop_of[w->level[n]] };
     if (!in_loop && w->aliases[n] && !sig_of(w, n)->n_writes)
         w->whole_of[v] = w->whole_of[input_of(w, n, 0)];
@@ -562,13 +629,13 @@ static koila_status find_wholes(work_state *w)
     }
     for (koila_value v = 0; v < w->n_values; v++) {
         const koila_node n = producer(w, v);
-        if (n == KOILA_NONE || !w->needed[n] || !exists(w, v))
+        if (n == KOILA_NONE || w->runs[n] == RUNS_NEVER || !exists(w, v))
             continue;
         whole_value *x = find_whole(w, v, n, loop_of);
         if (x && w->is_result[v])
             x->end = w->n_loops;
         for (const use *u = uses_of(w, v); x && u; u = next_use_of(w, u))
-            if (!w->p->node[u->user].in_loop && loop_of[w->level[u->user]] > x->end)
+            if (w->runs[u->user] == RUNS_ONCE && loop_of[w->level[u->user]] > x->end)
                 x->end = loop_of[w->level[u->user]];
     }
     return KOILA_OK;
@@ -590,37 +657,38 @@ static koila_status make_arrays(work_state *w)
     TRY_ALLOC(w->field = koila__arena_room(&w->tmp, (size_t)(n) * sizeof *w->field))
 #define MAKE_FOR_PREPARE(field, n) MAKE_IN(spare, field, n) /* until koila__loops_find() ends */
     MAKE(needed, N);
+    MAKE_UNSET(runs, N);
+    MAKE_UNSET(work, N);
     MAKE_FOR_PREPARE(level, N);
-    MAKE_FOR_PREPARE(natural, N);
     MAKE(is_expensive, N);
     MAKE(is_start, N);
     MAKE_FOR_PREPARE(is_keepable, V);
     MAKE(is_result, V);
     MAKE_FOR_PREPARE(is_barrier, V);
-    MAKE(made_whole, V);
-    MAKE(span, N);
-    MAKE(uses, I);
+    MAKE_UNSET(made_whole, V);
+    MAKE_UNSET(span, N);
+    MAKE_UNSET(uses, I);
     MAKE_UNSET(first_use, V);
     MAKE(is_viewed, N);
     MAKE(is_mere_view, N);
     MAKE(aliases, N);
-    MAKE(home, N);
-    MAKE_FOR_PREPARE(exec, N);
+    MAKE_UNSET(home, N);
     MAKE_UNSET(use, V);
     MAKE_UNSET(kept, V);
-    MAKE(kept_next, V);
+    MAKE_UNSET(kept_next, V);
     MAKE_UNSET(given_up, V);
     MAKE_UNSET(in_loop, N);
     MAKE_UNSET(order_bits, N / 64 + 1);
-    MAKE(stack, N);
+    MAKE_UNSET(stack, N);
     MAKE(mark, N);
-    MAKE(whole_next, N);
-    MAKE(target_next, V);
-    MAKE(ending_next, V);
+    MAKE_UNSET(whole_next, N);
+    MAKE_UNSET(target_next, V);
+    MAKE_UNSET(ending_next, V);
     MAKE_UNSET(last_use, V);
     MAKE_FOR_PREPARE(last_run, N);
     MAKE_UNSET(sliced, V);
-    MAKE(whole_until, V);
+    MAKE_UNSET(whole_until, V);
+    MAKE_UNSET(call_until, V);
     MAKE_UNSET(whole_seen, V);
     MAKE_UNSET(whole_last, V);
     MAKE_UNSET(whole, V);
@@ -628,7 +696,6 @@ static koila_status make_arrays(work_state *w)
     MAKE(whole_of, V);
     MAKE_UNSET(read_until, V);
     memset(w->first_use, 0xff, V * sizeof *w->first_use);
-    memset(w->exec, 0xff, N * sizeof *w->exec);
     memset(w->use, 0xff, V * sizeof *w->use);
     return KOILA_OK;
 }
@@ -640,17 +707,15 @@ koila_status koila__loops_find(work_state *w, const koila_value *targets, uint32
     KOILA_TRY(make_arrays(w));
     find_needed(w, targets, n_targets);
     KOILA_TRY(find_costs(w));
-    find_keepable(w);
     find_levels(w);
-    KOILA_TRY(chain_whole_nodes(w));
     KOILA_TRY(make_loops(w));
-    assign_targets(w);
-    KOILA_TRY(find_exec(w));
+    KOILA_TRY(assign_loops(w));
     KOILA_TRY(find_whole_until(w));
     KOILA_TRY(find_wholes(w));
     /* scratch memory of the preparation: the first schedule reuses it */
     koila__arena_empty(&w->spare);
-    w->level = w->natural = w->exec = w->last_run = NULL;
+    w->level = w->loop_of = w->exec = w->last_run = NULL;
+    w->cost = NULL;
     w->is_barrier = w->is_keepable = NULL;
     return KOILA_OK;
 }

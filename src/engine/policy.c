@@ -236,6 +236,7 @@ double koila__schedule_work(koila__scheduler *w, koila__keep keep)
     double work = 0;
     uint64_t n_emitted = 0, n_held = 0;
     w->keep = keep;
+    w->is_read_until = false;
     w->work_kept = (koila__kept){ .is_sure = true };
     koila__forget_demand(w);
     memset(w->held_change, 0, (w->n_loops + 1) * sizeof *w->held_change);
@@ -253,5 +254,6 @@ double koila__schedule_work(koila__scheduler *w, koila__keep keep)
         }
     }
     count_whole(w);
+    w->is_read_until = true;
     return work;
 }

@@ -31,6 +31,9 @@ typedef struct span {
     uint32_t in, in_end, out, out_end; /* of a node: its uses, its results */
 } span;
 
+/* When a node runs. */
+typedef enum runs { RUNS_NEVER, RUNS_ONCE, RUNS_IN_LOOP } runs;
+
 /* A set of loops: 64 to a cell, cells in order, empty ones left out; a set is its first cell or
  * KOILA_NONE. Most nodes run in one loop forward and one backward. */
 typedef uint32_t loop_set;
@@ -55,6 +58,7 @@ typedef struct sig_cost {
     koila__cost cost;
     double n_bytes; /* of the results */
     bool known, is_view;
+    bool is_opaque; /* results stay in the loop that made them */
 } sig_cost;
 
 typedef struct life {
@@ -96,9 +100,12 @@ struct koila__scheduler {
     uint32_t n_nodes, n_values;
 
     bool *needed;    /* [node] */
+    uint8_t *runs;   /* [node] runs */
+    bool any_again;  /* a needed node runs again */
     uint32_t *level; /* [node] */
     uint32_t n_levels;
-    uint32_t *natural;    /* [node] loop of its level and axis; KOILA_NONE outside loops */
+    uint32_t *loop_of;    /* [level, axis] the loop of such nodes */
+    double *work;         /* [node] of its cost */
     sig_cost *cost;       /* [signature]: calls repeat, so each is computed once */
     bool *is_expensive;   /* [node] its results are worth keeping */
     bool *is_start;       /* [node] calls that run again begin with its results */
@@ -146,6 +153,8 @@ struct koila__scheduler {
     /* [value] the use for which a whole value was sliced; user KOILA_NONE: not a slice */
     slice_of *sliced;
     uint32_t *whole_until; /* [value] last stage that may read whole v, whatever is kept */
+    uint32_t *call_until;  /* [value] last stage outside loops that reads it, or KOILA_NONE */
+    uint32_t *loop_stage;  /* [loop] its stage */
     uint32_t *whole_seen;  /* [value] last stage so far that reads it, in the current emission */
     uint32_t *whole_last;  /* [value] last stage that reads it, for the current emission */
     uint32_t stage;        /* that is emitted */
@@ -160,6 +169,7 @@ struct koila__scheduler {
      * held */
     whole_value *wholes;
     uint32_t n_wholes, *whole_of, *read_until;
+    bool is_read_until; /* read_until is of the policy `keep`, with all its loops */
     uint64_t *held_change;
 };
 
@@ -176,10 +186,7 @@ static inline const koila_sig_info *sig_of(const work_state *w, koila_node n)
 {
     return koila__node_sig(w->g, n);
 }
-static inline double work_of(const work_state *w, koila_node n)
-{
-    return w->cost[w->g->nodes.at[n].sig].cost.work;
-}
+static inline double work_of(const work_state *w, koila_node n) { return w->work[n]; }
 static inline bool exists(const work_state *w, koila_value v)
 {
     return w->g->values.at[v].meta != KOILA_NONE;
