@@ -48,6 +48,11 @@
  * all of the earlier one again for it. Then both terms become whole where they are made, and are
  * added once. The number of barriers on the longest path to a value is its level.
  *
+ * Note [Answers]. A net's layers repeat each other, and so do the answers of rules. An answer is
+ * given again to a call of the same signature whose inputs are placed alike, on the same axis:
+ * nothing else goes into it. Left out are writes, partial sums (their levels decide), FREE inputs,
+ * pieces, rewrites, and rules that ask which calls made their inputs.
+ *
  * The algebra follows GSPMD (Xu et al. 2021) and PyTorch DTensor; here slices run one after another
  * on one device, where theirs run on several at once.
  */
@@ -637,6 +642,7 @@ static bool carrying_dim(const koila__placer *p, koila_value v, int64_t n, uint3
 bool koila__is_row_numbers(const koila__case *c, uint32_t i, uint32_t *dim)
 {
     const koila__placer *p = c->placer;
+    c->placer->looked_up = true;
     if (!c->in_value)
         return false;
     koila_value v = c->in_value[i];
@@ -661,6 +667,7 @@ bool koila__is_row_numbers(const koila__case *c, uint32_t i, uint32_t *dim)
 bool koila__is_steps(const koila__case *c, uint32_t i, int64_t *step)
 {
     const koila__placer *p = c->placer;
+    c->placer->looked_up = true;
     const koila_sig_info *sig = c->in_value ? maker(p, c->in_value[i]) : NULL;
     const koila_meta_info *m = c->in_meta[i];
     if (!sig || !(facts_of(p, sig) & KOILA_FACT_ARANGE_STEP) || m->n_dims != 1 ||
@@ -867,6 +874,15 @@ static bool begin_to_settle(koila__placer *p, koila_node id, const attempt *a)
            fail(p, KOILA_NO_MEMORY);
 }
 
+static bool any_free_input(const koila__placer *p, koila_node id)
+{
+    const koila_node_info n = p->to->nodes.at[id];
+    for (uint32_t i = 0; i < koila__sig(p->table, n.sig)->n_inputs; i++)
+        if (p->value.at[p->to->inputs.at[n.first_input + i]].kind == KOILA_FREE)
+            return true;
+    return false;
+}
+
 /* All inputs of node id are placed. Two with a common FREE ancestor may need different placements
  * of it: the first wins, and the node is gathered if the second cannot use that. */
 static bool end_to_settle(koila__placer *p, koila_node id)
@@ -916,7 +932,12 @@ static bool settle_above(koila__placer *p, size_t bottom)
 static bool settle(koila__placer *p, koila_node id, const attempt *a)
 {
     const size_t bottom = p->settling.n;
-    return begin_to_settle(p, id, a) && settle_above(p, bottom);
+    if (!begin_to_settle(p, id, a))
+        return false;
+    if (any_free_input(p, id))
+        return settle_above(p, bottom);
+    p->settling.n = (uint32_t)bottom;
+    return end_to_settle(p, id);
 }
 
 void koila__placer_slice(koila__placer *p, koila_value v, koila_placement want)
@@ -1192,14 +1213,97 @@ static uint32_t axis_of(const koila__placer *p, const koila_placement *placed, u
     return axis;
 }
 
-/* Attempts 1 and 2 of the head. */
-static bool attempt_sliced(koila__placer *p, attempt *a, const koila_sig_info *sig,
-                           const koila_value *in, const koila_placement *placed, uint16_t axis)
+/* ---- Note [Answers] */
+
+struct koila__answer {
+    koila_sig sig;
+    attempt a;
+};
+
+/* The same in every field that says something. */
+static bool is_same_placement(koila_placement a, koila_placement b)
 {
+    return a.kind == b.kind &&
+           (a.kind == KOILA_R || (a.combine == b.combine && a.dim == b.dim && a.axis == b.axis &&
+                                  a.outer == b.outer && a.inner == b.inner));
+}
+
+/* Has the call been answered? Then *a is its answer. */
+static bool is_answered(const koila__placer *p, attempt *a, koila_sig id, const koila_value *in,
+                        const koila_placement *placed, uint16_t axis)
+{
+    const koila__answer *x = p->answers[id % KOILA__ANSWERS];
+    if (!x || x->sig != id || x->a.c.axis != axis)
+        return false;
+    for (uint32_t i = 0; i < x->a.c.n_in; i++)
+        if (!is_same_placement(x->a.c.in[i], placed[i]))
+            return false;
+    *a = x->a;
+    a->c.in_value = in;
+    a->c.fix = a->fix;
+    return true;
+}
+
+/* Keeps the answer with its arrays, for inputs that are placed so. */
+static bool keep_answer(koila__placer *p, const attempt *a, koila_sig id,
+                        const koila_placement *placed)
+{
+    koila__arena *room = &p->answers_room;
+    koila__answer *x = koila__arena_room(room, sizeof *x);
+    const koila__case *from = &a->c;
+    if (!x)
+        return fail(p, KOILA_NO_MEMORY);
+    *x = (koila__answer){ id, *a };
+    koila__case *c = &x->a.c;
+    c->in = koila__arena_copy(room, placed, from->n_in * sizeof *placed);
+    c->need = koila__arena_copy(room, from->need, from->n_in * sizeof *from->need);
+    c->out = koila__arena_copy(room, from->out, from->n_out * sizeof *from->out);
+    c->in_meta = koila__arena_copy(room, from->in_meta, from->n_in * sizeof *from->in_meta);
+    c->out_meta = koila__arena_copy(room, from->out_meta, from->n_out * sizeof *from->out_meta);
+    c->replaced = koila__arena_copy(room, from->replaced, from->n_out * sizeof *from->replaced);
+    c->zero = koila__arena_copy(room, from->zero, from->n_in);
+    if (!c->in || !c->need || !c->out || !c->in_meta || !c->out_meta || !c->replaced || !c->zero)
+        return fail(p, KOILA_NO_MEMORY);
+    p->answers[id % KOILA__ANSWERS] = x;
+    return true;
+}
+
+/* May a later call be answered like this one? */
+static bool may_answer(const koila__placer *p, const koila_sig_info *sig,
+                       const koila_placement *placed)
+{
+    for (uint32_t i = 0; i < sig->n_inputs; i++)
+        if (placed[i].kind == KOILA_P || placed[i].kind == KOILA_FREE)
+            return false;
+    return !sig->n_writes && !p->pieces;
+}
+
+/* attempt_rule(), where the rule has not answered the same call before. */
+static bool attempt_answer(koila__placer *p, attempt *a, koila_sig id, const koila_value *in,
+                           const koila_placement *placed, uint16_t axis)
+{
+    const koila_sig_info *sig = koila__sig(p->table, id);
+    const bool may = may_answer(p, sig, placed);
+    const uint32_t n_before = p->to->nodes.n;
+    if (may && is_answered(p, a, id, in, placed, axis))
+        return true;
+    p->looked_up = false;
+    if (!attempt_rule(p, a, sig, in, placed, axis, NULL, true))
+        return false;
+    if (!may || p->looked_up || is_rewritten(a) || p->to->nodes.n != n_before)
+        return true;
+    return keep_answer(p, a, id, placed);
+}
+
+/* Attempts 1 and 2 of the head. */
+static bool attempt_sliced(koila__placer *p, attempt *a, koila_sig id, const koila_value *in,
+                           const koila_placement *placed, uint16_t axis)
+{
+    const koila_sig_info *sig = koila__sig(p->table, id);
     bool any_p = false;
     for (uint32_t i = 0; i < sig->n_inputs; i++)
         any_p |= koila__is_p(placed[i]);
-    if (attempt_rule(p, a, sig, in, placed, axis, NULL, true) &&
+    if (attempt_answer(p, a, id, in, placed, axis) &&
         (is_rewritten(a) || !any_p || !is_late_sum(p, a, in)))
         return true;
     if (p->status != KOILA_OK || !any_p)
@@ -1291,7 +1395,7 @@ static bool place_on_axis(koila__placer *p, koila_sig id, const koila_value *in,
     if (!from)
         return fail(p, KOILA_NO_MEMORY);
     p->may_own = p->pieces;
-    const bool is_sliced = attempt_sliced(p, &a, sig, in, placed, axis);
+    const bool is_sliced = attempt_sliced(p, &a, id, in, placed, axis);
     p->may_own = false;
     if (p->status != KOILA_OK)
         return false;
@@ -1691,14 +1795,28 @@ static void take_originals(const koila__placer *p, const koila_value *targets, u
     }
 }
 
+/* The lowered graph is about as large as the recorded one; where values are cut again, larger. */
+static bool reserve(koila__placer *p)
+{
+    const uint32_t share = p->cut ? 4 : 16;
+    const uint32_t n_values = p->from->values.n + p->from->values.n / share;
+    const uint32_t n_inputs = p->from->inputs.n + p->from->inputs.n / share;
+    const uint32_t n_nodes = p->from->nodes.n + p->from->nodes.n / share;
+    return koila__vec_reserve(&p->mem, &p->value, n_values) &&
+           koila__vec_reserve(&p->mem, &p->zero, n_values) &&
+           koila__vec_reserve(&p->mem, &p->absent, n_values) &&
+           koila__vec_reserve(&p->mem, &p->whole_of, n_values) &&
+           koila__vec_reserve(&p->mem, &p->level, n_values) &&
+           koila__vec_reserve(&p->mem, &p->need, n_inputs) &&
+           koila__vec_reserve(&p->mem, &p->node, n_nodes) &&
+           koila__graph_reserve(p->to, n_nodes, n_inputs, n_values);
+}
+
 static bool walk(koila__placer *p, const koila_value *targets, uint32_t n_targets,
                  koila_value *lowered)
 {
-    const koila_graph *g = p->from; /* the lowered graph is about as large */
-    if (!koila__vec_reserve(&p->mem, &p->value, g->values.n) ||
-        !koila__vec_reserve(&p->mem, &p->need, g->inputs.n) ||
-        !koila__vec_reserve(&p->mem, &p->node, g->nodes.n) ||
-        !koila__graph_reserve(p->to, g->nodes.n, g->inputs.n, g->values.n))
+    const koila_graph *g = p->from;
+    if (!reserve(p))
         return fail(p, KOILA_NO_MEMORY);
     reach(p, targets, n_targets, lowered);
     if (!lower_lines(p))
@@ -1858,6 +1976,7 @@ static koila_status place(const koila_graph *recorded, const koila_value *target
                         .two = seeds && cuts_two(recorded),
                         .pieces = how == PLACE_PIECES };
     koila__arena_init(&p.scratch, &a);
+    koila__arena_init(&p.answers_room, &a);
     koila__placed *r = place_all(&p, targets, n_targets);
     koila__vec_free(&a, &p.zero);
     koila__vec_free(&a, &p.absent);
@@ -1866,6 +1985,7 @@ static koila_status place(const koila_graph *recorded, const koila_value *target
     koila__vec_free(&a, &p.op);
     koila__vec_free(&a, &p.settling);
     koila__arena_deinit(&p.scratch);
+    koila__arena_deinit(&p.answers_room);
     if (!r) {
         koila__vec_free(&a, &p.value);
         koila__vec_free(&a, &p.need);

@@ -17,6 +17,11 @@ typedef struct koila__settling {
     uint32_t next; /* of its inputs */
 } koila__settling;
 
+/* What the rules said of calls, by signature: calls repeat, layer after layer. Note [Answers] in
+ * place.c. */
+typedef struct koila__answer koila__answer;
+enum { KOILA__ANSWERS = 512 };
+
 struct koila__placer {
     const koila_graph *from;
     koila_graph *to; /* the lowered graph, growing */
@@ -24,9 +29,12 @@ struct koila__placer {
     koila_allocator mem;
     koila__arena *keep; /* of the result */
     koila__arena scratch;
-    VEC(koila_placement) value; /* [values of to] */
-    VEC(uint8_t) zero;          /* [values of to] FREE and all zeros */
-    VEC(uint8_t) absent;        /* [values of to] may be absent in some slices: Note [Pieces] */
+    koila__arena answers_room;
+    koila__answer *answers[KOILA__ANSWERS]; /* by the last bits of the signature */
+    bool looked_up;                         /* a rule has asked which calls made its inputs */
+    VEC(koila_placement) value;             /* [values of to] */
+    VEC(uint8_t) zero;                      /* [values of to] FREE and all zeros */
+    VEC(uint8_t) absent; /* [values of to] may be absent in some slices: Note [Pieces] */
     /* [values of to] the whole form of this S or P value: made for uses that slice it otherwise, or
      * the value from which it was cut; KOILA_NONE: neither exists */
     VEC(koila_value) whole_of;
