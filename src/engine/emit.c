@@ -48,7 +48,7 @@ static void begin_value(scope s, koila_value v, owner o)
     s[v].root = v;
     s[v].alive = 1;
     s[v].made = v;
-    s[v].owned = (uint8_t)o;
+    s[v].owned = (uint16_t)o;
     s[v].shared = false;
     s[v].region = v;
     s[v].touching = 1;
@@ -73,15 +73,16 @@ static void join_value(scope s, koila_value v, koila_value on, bool disjoint)
  * storage owned by the scope. */
 static void release_value(work_state *w, koila_value v, koila__event_kind own)
 {
-    const koila_value r = w->s[v].root;
-    const koila_value made = w->s[r].made;
-    koila_assert(w->s[v].here && w->s[r].alive > 0);
-    koila_assert(w->s[w->s[v].region].touching > 0);
-    w->s[v].here = 0;
-    w->s[w->s[v].region].touching--;
-    if (--w->s[r].alive)
+    const scope s = w->s;
+    const koila_value r = s[v].root;
+    const koila_value made = s[r].made;
+    koila_assert(s[v].here && s[r].alive > 0);
+    koila_assert(s[s[v].region].touching > 0);
+    s[v].here = 0;
+    s[s[v].region].touching--;
+    if (--s[r].alive)
         return;
-    switch ((owner)w->s[r].owned) {
+    switch ((owner)s[r].owned) {
     case OWNER_NONE:
         return;
     case OWNER_SCOPE:
@@ -284,6 +285,7 @@ typedef struct emission {
     koila_node n;
     uint32_t number;
     uint32_t j;
+    uint32_t rare; /* of n */
     const koila_sig_info *s;
     uint16_t steal;               /* bits: see koila_instr */
     koila__event_kind free_event; /* ends a storage of this scope */
@@ -293,8 +295,7 @@ typedef struct emission {
 /* The graph of a module that runs as it is, where no backward in this scope reads it. */
 static koila_value unread_graph(const work_state *w, const emission *x)
 {
-    if (!(koila_op_facts(w->g->table, x->s->op) & KOILA_FACT_OPAQUE_CALL) ||
-        !(koila_op_flags(w->g->table, x->s->op) & KOILA_OP_OPAQUE))
+    if (!(x->rare & IS_MODULE))
         return KOILA_NONE;
     const koila_value graph = w->span[x->n].out_end - 1;
     return exists(w, graph) && w->last_use[graph] == x->number ? graph : KOILA_NONE;
@@ -305,13 +306,14 @@ static koila_status emit_inputs(work_state *w, const emission *x)
 {
     const use *const in = w->uses + w->span[x->n].in;
     const use *const end = w->uses + w->span[x->n].in_end;
+    const slice_of *const sliced = w->sliced;
+    const scope s = w->s;
     for (const use *u = in; u < end; u++) {
         if (u->reads && u->is_whole && u->from != KOILA_NONE)
             w->whole_seen[u->value] = w->stage;
         if (!u->reads || u->is_whole)
             continue;
-        const bool there =
-            u->local && w->s[u->value].here && w->sliced[u->value].user == KOILA_NONE;
+        const bool there = u->local && s[u->value].here && sliced[u->value].user == KOILA_NONE;
         if (!there) /* usually it is there */
             KOILA_TRY(emit_input(w, x->n, (uint32_t)(u - in), x->j));
     }
@@ -322,12 +324,14 @@ static koila_status emit_inputs(work_state *w, const emission *x)
 static void begin_results(work_state *w, const emission *x)
 {
     const koila_sig_info *s = x->s;
+    const koila_value first = w->span[x->n].out;
+    const uint32_t n_outputs = s->n_outputs;
     const bool alias = w->aliases[x->n];
     koila__event_kind alloc = x->j != KOILA_NONE ? KOILA__LOCAL_ALLOC : KOILA__WHOLE_ALLOC;
-    if (x->j != KOILA_NONE && koila_op_facts(w->g->table, s->op) & KOILA_FACT_OPAQUE_BACKWARD)
+    if (x->j != KOILA_NONE && x->rare & IS_MODULE_BACKWARD)
         alloc = KOILA__LOCAL_MADE;
-    for (uint32_t o = 0; o < s->n_outputs; o++) {
-        const koila_value v = w->span[x->n].out + o;
+    for (uint32_t o = 0; o < n_outputs; o++) {
+        const koila_value v = first + o;
         if (s->outputs[o] == KOILA_NONE)
             continue;
         const bool is_fresh = o < s->n_fresh;
@@ -337,13 +341,13 @@ static void begin_results(work_state *w, const emission *x)
         w->sliced[v].user = KOILA_NONE;
         if (stolen || (of_input && w->s[input_of(w, x->n, 0)].here)) {
             join_value(w->s, v, input_of(w, x->n, stolen ? s->writes[write].input : 0),
-                       !stolen && (w->g->table->ops.at[s->op].facts & KOILA_FACT_SPLITS_UNSAFELY));
+                       !stolen && x->rare & SPLITS_UNSAFELY);
             continue;
         }
         /* a view of a leaf or of a whole value owns nothing */
         const bool is_none = of_input || v == x->no_graph;
         begin_value(w->s, v, is_none ? OWNER_NONE : OWNER_SCOPE);
-        w->s[v].shared = w->p->node[x->n].sums;
+        w->s[v].shared = x->rare & SUMS;
         if (!is_none)
             event(w, alloc, v);
     }
@@ -362,10 +366,12 @@ static void share_terms(work_state *w, const emission *x)
 static void end_inputs(work_state *w, const emission *x)
 {
     const use *const end = w->uses + w->span[x->n].in_end;
+    const uint32_t *const last_use = w->last_use;
+    const scope s = w->s;
     for (const use *u = w->uses + w->span[x->n].in; u < end; u++) {
         const koila_value v = u->value;
         /* last_use is set only for inputs that are read */
-        if (w->last_use[v] != x->number || !u->reads || !w->s[v].here)
+        if (last_use[v] != x->number || !u->reads || !s[v].here)
             continue;
         emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = v });
         release_value(w, v, x->free_event);
@@ -375,7 +381,8 @@ static void end_inputs(work_state *w, const emission *x)
 /* Collects the results into accumulators and pieces; those that nobody reads are freed. */
 static void end_results(work_state *w, const emission *x)
 {
-    for (koila_value v = w->span[x->n].out; v < w->span[x->n].out_end; v++) {
+    const koila_value end = w->span[x->n].out_end;
+    for (koila_value v = w->span[x->n].out; v < end; v++) {
         koila__event_kind how = x->free_event;
         if (!exists(w, v))
             continue;
@@ -392,7 +399,7 @@ static void end_results(work_state *w, const emission *x)
 static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint32_t j)
 {
     const bool in_loop = j != KOILA_NONE;
-    emission x = { .n = n, .number = number, .j = j, .s = sig_of(w, n) };
+    emission x = { .n = n, .number = number, .j = j, .rare = w->rare[n], .s = sig_of(w, n) };
     const uint32_t n_in = x.s->n_inputs;
     const uint32_t n_out = x.s->n_outputs;
     x.free_event = in_loop ? KOILA__LOCAL_FREE : KOILA__WHOLE_FREE;
@@ -403,9 +410,9 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
     TRY_ALLOC(room(w, 3 * n_in + 3 * n_out + 1, 3 * n_in + 5 * n_out + 1));
     if (in_loop)
         KOILA_TRY(emit_inputs(w, &x));
-    if (w->p->node[n].sums)
+    if (x.rare & SUMS)
         share_terms(w, &x);
-    for (uint32_t k = 0; k < x.s->n_writes; k++)
+    for (uint32_t k = 0; x.rare & WRITES && k < x.s->n_writes; k++)
         if (steals(w, n, number, k))
             x.steal |= (uint16_t)(1u << k);
     x.no_graph = unread_graph(w, &x);

@@ -39,6 +39,19 @@ static bool aliases_input(const work_state *w, koila_node n, const koila_sig_inf
     return maybe_alias(w->g->table, s->op);
 }
 
+static uint16_t find_rare(const work_state *w, koila_node n, const koila_sig_info *s)
+{
+    const koila__op *op = &w->g->table->ops.at[s->op];
+    uint32_t rare = w->p->node[n].sums ? SUMS : 0;
+    if ((op->facts & KOILA_FACT_OPAQUE_CALL) && (op->flags & KOILA_OP_OPAQUE))
+        rare |= IS_MODULE;
+    if (op->facts & KOILA_FACT_OPAQUE_BACKWARD)
+        rare |= IS_MODULE_BACKWARD;
+    if (op->facts & KOILA_FACT_SPLITS_UNSAFELY)
+        rare |= SPLITS_UNSAFELY;
+    return (uint16_t)(s->n_writes ? rare | WRITES : rare);
+}
+
 static void find_needed(work_state *w, const koila_value *targets, uint32_t n_targets)
 {
     for (uint32_t i = 0; i < n_targets; i++) {
@@ -71,6 +84,7 @@ static void find_needed(work_state *w, const koila_value *targets, uint32_t n_ta
         w->runs[n] = w->p->node[n].in_loop ? RUNS_IN_LOOP : RUNS_ONCE;
         w->any_again |= w->p->node[n].is_again;
         w->aliases[n] = aliases_input(w, n, sig);
+        w->rare[n] = find_rare(w, n, sig);
         w->is_mere_view[n] = sig->n_inputs == 1 && !sig->n_writes &&
                              w->g->table->ops.at[sig->op].flags & KOILA_OP_VIEW;
         if (w->is_mere_view[n] && w->uses[info->first_input].from != KOILA_NONE)
@@ -658,6 +672,7 @@ static koila_status make_arrays(work_state *w)
 #define MAKE_FOR_PREPARE(field, n) MAKE_IN(spare, field, n) /* until koila__loops_find() ends */
     MAKE(needed, N);
     MAKE_UNSET(runs, N);
+    MAKE_UNSET(rare, N);
     MAKE_UNSET(work, N);
     MAKE_FOR_PREPARE(level, N);
     MAKE(is_expensive, N);

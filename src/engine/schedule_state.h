@@ -34,6 +34,15 @@ typedef struct span {
 /* When a node runs. */
 typedef enum runs { RUNS_NEVER, RUNS_ONCE, RUNS_IN_LOOP } runs;
 
+/* What is rare of a node, as bits. */
+enum {
+    IS_MODULE = 1,          /* runs as it is, and leaves a graph */
+    IS_MODULE_BACKWARD = 2, /* reads one */
+    SPLITS_UNSAFELY = 4,    /* each fresh result has a part of the storage of its own */
+    SUMS = 8,               /* Note [Shared terms] */
+    WRITES = 16,
+};
+
 /* A set of loops: 64 to a cell, cells in order, empty ones left out; a set is its first cell or
  * KOILA_NONE. Most nodes run in one loop forward and one backward. */
 typedef uint32_t loop_set;
@@ -71,9 +80,9 @@ typedef struct life {
     koila_value region;
     /* as region: values alive there; sum over the regions of a root == alive of the root */
     uint32_t touching;
-    uint8_t owned;  /* as root: owner */
-    uint8_t shared; /* as root: Note [Shared terms] */
-    uint8_t here;   /* alive in this scope */
+    uint16_t owned; /* as root: owner; no byte, which the compiler holds to be part of anything */
+    bool shared;    /* as root: Note [Shared terms] */
+    bool here;      /* alive in this scope */
 } life;
 typedef life *scope; /* [value] */
 
@@ -100,7 +109,8 @@ struct koila__scheduler {
     uint32_t n_nodes, n_values;
 
     bool *needed;    /* [node] */
-    uint8_t *runs;   /* [node] runs */
+    uint16_t *runs;  /* [node] runs */
+    uint16_t *rare;  /* [node] what is rare of it */
     bool any_again;  /* a needed node runs again */
     uint32_t *level; /* [node] */
     uint32_t n_levels;

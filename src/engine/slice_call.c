@@ -33,8 +33,7 @@ koila_status koila__tell_meta(const koila__teller *t, koila_meta meta, koila_pla
     return koila_table_meta(t->table, m.dtype, m.device, m.n_dims, size, stride, out);
 }
 
-/* Do the arguments depend on where the rows lie? */
-static bool depends_on_place(const koila__fix *fix)
+bool koila__depends_on_place(const koila__fix *fix)
 {
     for (uint32_t k = 0; k < KOILA__MAX_FIXES && fix[k].kind != KOILA__FIX_NONE; k++)
         if (fix[k].kind == KOILA__FIX_INDEX || fix[k].kind == KOILA__FIX_END ||
@@ -45,7 +44,7 @@ static bool depends_on_place(const koila__fix *fix)
 
 static bool is_refused(const koila__teller *t, const koila__fix *fix)
 {
-    return t->begin == KOILA__ANYWHERE && depends_on_place(fix);
+    return t->begin == KOILA__ANYWHERE && koila__depends_on_place(fix);
 }
 
 static uint32_t adapt(const koila__teller *t, koila_node n, int32_t link, koila_adapt *out)

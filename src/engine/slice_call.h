@@ -29,6 +29,9 @@ typedef struct koila__slice_call {
  * Expected: UNSUPPORTED for a value without a whole form; NO_MEMORY. */
 koila_status koila__tell_meta(const koila__teller *t, koila_meta meta, koila_placement x,
                               koila_meta *out);
+/* Do the arguments that fix[KOILA__MAX_FIXES] adapts depend on where the rows lie, not on how many
+ * they are alone? */
+bool koila__depends_on_place(const koila__fix *fix);
 /* Can the call of node n, which is in a loop, be told so? Not where results have no whole form, nor
  * modules that run as they are. */
 bool koila__can_tell(const koila__teller *t, koila_node n);

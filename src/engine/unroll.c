@@ -64,11 +64,13 @@ static koila_status append(orderer *u, koila_sig sig, koila_node from, const koi
     const koila_placement whole = { .kind = KOILA_R };
     koila__placed_node node = { .recorded = u->s.p->node[from].recorded };
     KOILA_TRY(koila_graph_node(u->to, sig, in, u->g->nodes.at[from].line, first));
-    TRY_ALLOC(koila__vec_push(&u->mem, &u->node, node));
+    TRY_ALLOC(koila__vec_push(&u->mem, &u->node, node) &&
+              koila__vec_reserve(&u->mem, &u->value, s->n_outputs) &&
+              koila__vec_reserve(&u->mem, &u->need, s->n_inputs));
     for (uint32_t o = 0; o < s->n_outputs; o++)
-        TRY_ALLOC(koila__vec_push(&u->mem, &u->value, whole));
+        u->value.at[u->value.n++] = whole;
     for (uint32_t i = 0; i < s->n_inputs; i++)
-        TRY_ALLOC(koila__vec_push(&u->mem, &u->need, whole));
+        u->need.at[u->need.n++] = whole;
     return KOILA_OK;
 }
 
@@ -233,7 +235,7 @@ static koila_status make(orderer *u, uint32_t c)
     const koila__mark before = koila__arena_mark(&u->s.tmp);
     koila_value first = u->progress[c].sum;
     if (what.kind == KOILA__TOLD_CALL) {
-        koila_value *in = koila__arena_array(&u->s.tmp, what.n_in, sizeof *in);
+        koila_value *in = koila__arena_room(&u->s.tmp, what.n_in * sizeof *in);
         TRY_ALLOC(in);
         for (uint32_t i = 0; i < what.n_in; i++)
             in[i] = u->value_of[u->s.ins.at[what.first_in + i].item];
@@ -311,7 +313,15 @@ static koila_status start(orderer *u)
 {
     const koila_graph *r = u->recorded;
     const koila_placement whole = { .kind = KOILA_R };
+    /* a call each, and one for each part of a join or sum */
+    const uint32_t n_nodes = u->s.told.n + u->s.told.n / 4;
+    const uint32_t n_values = u->s.items.n + u->s.items.n / 4;
+    const uint32_t n_inputs = u->s.ins.n + u->s.ins.n / 4;
     KOILA_TRY(koila_graph_new(u->t, &u->mem, &u->to));
+    TRY_ALLOC(koila__graph_reserve(u->to, n_nodes, n_inputs, n_values) &&
+              koila__vec_reserve(&u->mem, &u->node, n_nodes) &&
+              koila__vec_reserve(&u->mem, &u->value, n_values) &&
+              koila__vec_reserve(&u->mem, &u->need, n_inputs));
     for (uint32_t a = 0; a < r->axes.n; a++) {
         uint16_t axis;
         KOILA_TRY(koila_graph_axis(u->to, r->axes.at[a], &axis));

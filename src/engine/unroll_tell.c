@@ -28,6 +28,14 @@ typedef struct sparse {
 } sparse;
 enum { MOST_TERMS = 1 << 16 };
 
+/* The last call on a slice: slices of as many rows are told alike. */
+typedef struct last_call {
+    koila_node n;
+    int64_t rows;
+    koila__slice_call call;
+    VEC(koila_meta) metas; /* of its inputs */
+} last_call;
+
 typedef struct unroller {
     koila__told_step *s;
     const koila__placed *p;
@@ -42,6 +50,7 @@ typedef struct unroller {
     koila_placement *cut;
     VEC(koila__item) scratch;
     VEC(sparse) sparse;
+    last_call last;
     koila_op op_slice, op_clone, op_empty, op_zeros, op_stack, op_sum;
 } unroller;
 
@@ -525,14 +534,12 @@ static koila_status add_sparse(unroller *u, koila__item a, koila__item b, koila_
     return *done ? tell_sparse(u, part, sum) : KOILA_OK;
 }
 
-/* A sum of which a term is zero is the other one. *done: nothing is left to do. */
+/* Of a plain sum: one of which a term is zero is the other one. *done: nothing is left to do. */
 static koila_status leave_out(unroller *u, koila_node n, uint32_t k, const koila__item *in,
                               bool *done)
 {
     koila__item *sum = part_at(u, u->g->nodes.at[n].first_output, k);
     *done = false;
-    if (!is_plain_sum(u, koila__node_sig(u->g, n)))
-        return KOILA_OK;
     for (uint32_t i = 0; i < 2; i++) {
         if (!is_zero(u, in[i]))
             continue;
@@ -562,19 +569,46 @@ static koila_status fill_in(unroller *u, koila_node n, uint32_t k, koila__item *
     return KOILA_OK;
 }
 
+/* The call of node n on inputs of these metas, on the teller's slice. */
+static koila_status call_on_slice(unroller *u, koila_node n, const koila_meta *metas,
+                                  koila__slice_call *call)
+{
+    const koila_sig_info *s = koila__node_sig(u->g, n);
+    const size_t n_bytes = s->n_inputs * sizeof *metas;
+    last_call *last = &u->last;
+    if (last->n == n && last->rows == u->teller.rows &&
+        (!n_bytes || memcmp(last->metas.at, metas, n_bytes) == 0)) {
+        *call = last->call;
+        return KOILA_OK;
+    }
+    KOILA_TRY(koila__tell_call(&u->teller, n, metas, call));
+    last->n = KOILA_NONE;
+    if (s->n_writes || koila__depends_on_place(u->p->node[n].fix))
+        return KOILA_OK;
+    last->metas.n = 0;
+    TRY_ALLOC(koila__vec_reserve(&u->mem, &last->metas, s->n_inputs));
+    if (n_bytes)
+        memcpy(last->metas.at, metas, n_bytes);
+    last->metas.n = s->n_inputs;
+    last->n = n;
+    last->rows = u->teller.rows;
+    last->call = *call;
+    return KOILA_OK;
+}
+
 /* The call of node n, which is in a loop, on slice k. */
 static koila_status tell_slice(unroller *u, koila_node n, uint32_t k, const koila__item *in)
 {
     const koila_value first_output = u->g->nodes.at[n].first_output;
     koila_meta *metas =
-        koila__arena_array(&u->s->tmp, koila__node_sig(u->g, n)->n_inputs, sizeof *metas);
+        koila__arena_room(&u->s->tmp, koila__node_sig(u->g, n)->n_inputs * sizeof *metas);
     koila__slice_call call;
     koila__item first;
     TRY_ALLOC(metas);
     for (uint32_t i = 0; i < koila__node_sig(u->g, n)->n_inputs; i++)
         metas[i] = u->s->items.at[in[i]].meta;
     go_to(u, u->p->node[n].axis, k);
-    KOILA_TRY(koila__tell_call(&u->teller, n, metas, &call));
+    KOILA_TRY(call_on_slice(u, n, metas, &call));
     if (call.is_alias) {
         *part_at(u, first_output, k) = in[0];
         return KOILA_OK;
@@ -592,14 +626,14 @@ static koila_status tell_slice(unroller *u, koila_node n, uint32_t k, const koil
     return KOILA_OK;
 }
 
-/* Node n, which is in a loop, in slice k. */
-static koila_status run_slice(unroller *u, koila_node n, uint32_t k)
+/* Node n, which is in a loop, in slice k. `in`: room for its inputs; is_alias, is_sum: the call is
+ * its input as it is placed; is_plain_sum(). */
+static koila_status run_slice(unroller *u, koila_node n, uint32_t k, koila__item *in, bool is_alias,
+                              bool is_sum)
 {
     const koila_node_info info = u->g->nodes.at[n];
     const uint32_t n_inputs = koila__node_sig(u->g, n)->n_inputs;
-    koila__item *in = koila__arena_array(&u->s->tmp, n_inputs, sizeof *in);
-    bool is_done;
-    TRY_ALLOC(in);
+    bool is_done = false;
     for (uint32_t i = 0; i < n_inputs; i++) {
         const koila_value v = u->g->inputs.at[info.first_input + i];
         const koila_placement need = u->p->need[info.first_input + i];
@@ -608,16 +642,35 @@ static koila_status run_slice(unroller *u, koila_node n, uint32_t k)
         else
             KOILA_TRY(part_of(u, v, need, k, &in[i]));
     }
-    if (koila__rule_of(u->t, koila__node_sig(u->g, n)->op) == koila__rule_alias &&
-        koila__placement_equal(u->p->need[info.first_input], u->p->value[info.first_output])) {
+    if (is_alias) {
         *part_at(u, info.first_output, k) = in[0];
         return KOILA_OK;
     }
-    KOILA_TRY(leave_out(u, n, k, in, &is_done));
+    if (is_sum)
+        KOILA_TRY(leave_out(u, n, k, in, &is_done));
     if (is_done)
         return KOILA_OK;
     KOILA_TRY(fill_in(u, n, k, in));
     return tell_slice(u, n, k, in);
+}
+
+/* Node n, which is in a loop, in each slice. */
+static koila_status run_slices(unroller *u, koila_node n)
+{
+    const koila_node_info info = u->g->nodes.at[n];
+    const koila_sig_info *s = koila__node_sig(u->g, n);
+    const bool is_sum = is_plain_sum(u, s);
+    const bool is_alias =
+        koila__rule_of(u->t, s->op) == koila__rule_alias &&
+        koila__placement_equal(u->p->need[info.first_input], u->p->value[info.first_output]);
+    koila__item *in = koila__arena_room(&u->s->tmp, s->n_inputs * sizeof *in);
+    TRY_ALLOC(in);
+    for (uint32_t k = 0; k < u->s->n_slices; k++) {
+        const koila__mark before = koila__arena_mark(&u->s->tmp);
+        KOILA_TRY(run_slice(u, n, k, in, is_alias, is_sum));
+        koila__arena_rewind(&u->s->tmp, before);
+    }
+    return KOILA_OK;
 }
 
 /* x[:, t] of a value in parts reads the part that has t. */
@@ -689,7 +742,7 @@ static koila_status run_whole(unroller *u, koila_node n)
 {
     const koila_node_info info = u->g->nodes.at[n];
     const uint32_t n_inputs = koila__node_sig(u->g, n)->n_inputs;
-    koila__item *in = koila__arena_array(&u->s->tmp, n_inputs, sizeof *in);
+    koila__item *in = koila__arena_room(&u->s->tmp, n_inputs * sizeof *in);
     bool unbinds;
     koila_sig sig;
     koila__item first;
@@ -742,10 +795,7 @@ static koila_status tell_all(unroller *u)
         u->now = n;
         if (is_refused(u, n))
             return KOILA_UNSUPPORTED;
-        if (!u->p->node[n].in_loop)
-            KOILA_TRY(run_whole(u, n));
-        for (uint32_t k = 0; u->p->node[n].in_loop && k < u->s->n_slices; k++)
-            KOILA_TRY(run_slice(u, n, k));
+        KOILA_TRY(u->p->node[n].in_loop ? run_slices(u, n) : run_whole(u, n));
         koila__arena_rewind(&u->s->tmp, before);
     }
     return KOILA_OK;
@@ -762,10 +812,13 @@ static koila_status make_room(unroller *u)
                                    { &u->op_stack, "aten::stack", 0 },
                                    { &u->op_sum, "aten::add.Tensor", 0 } };
     KOILA_TRY(koila__find_ops(u->t, of, KOILA_COUNT(of)));
-    u->s->whole = koila__arena_array(&u->s->tmp, n_values, sizeof *u->s->whole);
-    u->part = koila__arena_array(&u->s->tmp, n_parts, sizeof *u->part);
+    u->s->whole = koila__arena_room(&u->s->tmp, n_values * sizeof *u->s->whole);
+    u->part = koila__arena_room(&u->s->tmp, n_parts * sizeof *u->part);
     u->cut = koila__arena_array(&u->s->tmp, n_values, sizeof *u->cut);
     TRY_ALLOC(u->s->whole && u->part && u->cut);
+    TRY_ALLOC(koila__vec_reserve(&u->mem, &u->s->told, u->g->nodes.n) &&
+              koila__vec_reserve(&u->mem, &u->s->items, u->g->values.n) &&
+              koila__vec_reserve(&u->mem, &u->s->ins, u->g->inputs.n));
     memset(u->s->whole, 0xff, n_values * sizeof *u->s->whole);
     memset(u->part, 0xff, n_parts * sizeof *u->part);
     return KOILA_OK;
@@ -779,6 +832,7 @@ koila_status koila__tell_step(koila__told_step *s, const koila_value *targets, u
                    .g = s->p->graph,
                    .t = s->table,
                    .mem = s->mem,
+                   .last = { .n = KOILA_NONE },
                    .plan = { .placed = (koila__placed *)s->p } };
     u.teller = (koila__teller){ .plan = &u.plan, .table = u.t, .mem = u.mem, .tmp = &s->tmp };
     koila_status status = make_room(&u);
@@ -789,5 +843,6 @@ koila_status koila__tell_step(koila__told_step *s, const koila_value *targets, u
     koila__vec_free(&u.mem, &u.teller.tokens);
     koila__vec_free(&u.mem, &u.scratch);
     koila__vec_free(&u.mem, &u.sparse);
+    koila__vec_free(&u.mem, &u.last.metas);
     return status;
 }
