@@ -385,19 +385,11 @@ static koila_status copy_start(rewriter *r)
         uint16_t axis;
         KOILA_TRY(koila_graph_axis(r->to, r->g->axes.at[a], &axis));
     }
-    for (uint32_t l = 0; l < r->g->lines.n; l++) {
-        uint32_t id;
-        KOILA_TRY(koila_graph_line(r->to, koila_graph_line_file(r->g, l),
-                                   koila_graph_line_number(r->g, l), &id));
-        koila_assert(id == l);
-    }
+    KOILA_TRY(koila__graph_copy_lines(r->to, r->g));
     for (koila_value v = 0; v < r->g->values.n; v++) {
-        const koila_value_info info = r->g->values.at[v];
-        const char *name = koila_graph_leaf_name(r->g, v);
-        if (info.node != KOILA_NONE)
+        if (r->g->values.at[v].node != KOILA_NONE)
             continue;
-        KOILA_TRY(koila_graph_leaf(r->to, info.meta, info.leaf_kind, info.axis, info.dim,
-                                   name && *name ? name : NULL, &r->first[v]));
+        KOILA_TRY(koila__graph_copy_leaf(r->to, r->g, v, &r->first[v]));
         if (!koila__vec_push(&r->mem, &r->value, r->from->value[v]))
             return KOILA_NO_MEMORY;
     }

@@ -326,20 +326,13 @@ static koila_status start(orderer *u)
         uint16_t axis;
         KOILA_TRY(koila_graph_axis(u->to, r->axes.at[a], &axis));
     }
-    for (uint32_t l = 0; l < u->g->lines.n; l++) {
-        uint32_t id;
-        KOILA_TRY(koila_graph_line(u->to, koila_graph_line_file(u->g, l),
-                                   koila_graph_line_number(u->g, l), &id));
-        koila_assert(id == l);
-    }
+    KOILA_TRY(koila__graph_copy_lines(u->to, u->g));
     for (koila_value v = 0; v < r->values.n; v++) {
         const koila_value_info info = r->values.at[v];
         const koila_value placed = u->s.p->lowered[v];
-        const char *name = koila_graph_leaf_name(r, v);
         if (info.node != KOILA_NONE || placed == KOILA_NONE)
             continue;
-        KOILA_TRY(koila_graph_leaf(u->to, info.meta, info.leaf_kind, info.axis, info.dim,
-                                   name && *name ? name : NULL, &u->value_of[u->s.whole[placed]]));
+        KOILA_TRY(koila__graph_copy_leaf(u->to, r, v, &u->value_of[u->s.whole[placed]]));
         TRY_ALLOC(koila__vec_push(&u->mem, &u->value, whole));
     }
     return KOILA_OK;

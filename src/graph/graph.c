@@ -119,8 +119,9 @@ static bool is_batch_size(int64_t size, int64_t axis_size)
     return size == axis_size || (axis_size > 0 && size > 0 && size % axis_size == 0);
 }
 
-koila_status koila_graph_leaf(koila_graph *g, koila_meta meta, koila_leaf_kind kind, uint16_t axis,
-                              uint32_t dim, const char *name, koila_value *out)
+/* name: a text of the table, or KOILA_NONE. */
+static koila_status add_leaf(koila_graph *g, koila_meta meta, koila_leaf_kind kind, uint16_t axis,
+                             uint32_t dim, uint32_t name, koila_value *out)
 {
     if (!koila_meta_get(g->table, meta))
         return KOILA_BAD_ARGUMENT;
@@ -133,13 +134,11 @@ koila_status koila_graph_leaf(koila_graph *g, koila_meta meta, koila_leaf_kind k
         dim = 0;
     }
     const uint32_t id = g->values.n;
-    if (name) {
-        uint32_t text;
-        KOILA_TRY(koila_table_text(g->table, name, &text));
+    if (name != KOILA_NONE) {
         while (g->leaf_names.n <= id)
             if (!koila__vec_push(&g->mem, &g->leaf_names, KOILA_NONE))
                 return KOILA_NO_MEMORY;
-        g->leaf_names.at[id] = text;
+        g->leaf_names.at[id] = name;
     }
     const koila_value_info v = { .meta = meta,
                                  .node = KOILA_NONE,
@@ -152,6 +151,25 @@ koila_status koila_graph_leaf(koila_graph *g, koila_meta meta, koila_leaf_kind k
                          (uint64_t)meta << 32 | (uint64_t)kind << 24 | (uint64_t)dim << 16 | axis);
     *out = id;
     return KOILA_OK;
+}
+
+koila_status koila_graph_leaf(koila_graph *g, koila_meta meta, koila_leaf_kind kind, uint16_t axis,
+                              uint32_t dim, const char *name, koila_value *out)
+{
+    uint32_t text = KOILA_NONE;
+    if (name)
+        KOILA_TRY(koila_table_text(g->table, name, &text));
+    return add_leaf(g, meta, kind, axis, dim, text, out);
+}
+
+koila_status koila__graph_copy_leaf(koila_graph *to, const koila_graph *from, koila_value v,
+                                    koila_value *out)
+{
+    const koila_value_info *leaf = &from->values.at[v];
+    const bool is_named = *koila_graph_leaf_name(from, v) != '\0';
+    koila_assert(to->table == from->table && leaf->node == KOILA_NONE);
+    return add_leaf(to, leaf->meta, (koila_leaf_kind)leaf->leaf_kind, leaf->axis, leaf->dim,
+                    is_named ? from->leaf_names.at[v] : KOILA_NONE, out);
 }
 
 const char *koila_graph_leaf_name(const koila_graph *g, koila_value v)
@@ -193,6 +211,17 @@ koila_status koila_graph_line(koila_graph *g, const char *file, uint32_t line, u
     KOILA_TRY(koila_table_text(g->table, file, &l.file));
     return intern_line(g, l, out);
 }
+koila_status koila__graph_copy_lines(koila_graph *to, const koila_graph *from)
+{
+    koila_assert(to->table == from->table && !to->lines.n);
+    for (uint32_t l = 0; l < from->lines.n; l++) {
+        uint32_t id;
+        KOILA_TRY(intern_line(to, from->lines.at[l], &id));
+        koila_assert(id == l);
+    }
+    return KOILA_OK;
+}
+
 const char *koila_graph_line_file(const koila_graph *g, uint32_t line)
 {
     return line < g->lines.n ? koila_text(g->table, g->lines.at[line].file) : "";

@@ -94,6 +94,12 @@ static inline bool koila__reads(const koila_sig_info *s, uint32_t i)
 /* Makes room for so many more; false when the host is out of memory. */
 bool koila__graph_reserve(koila_graph *g, uint32_t n_nodes, uint32_t n_inputs, uint32_t n_values);
 
+/* Into a graph of the same table: leaf v, with its name; and the source lines, under the same
+ * numbers, where there are none yet. Expected: NO_MEMORY; BAD_ARGUMENT when an axis is missing. */
+koila_status koila__graph_copy_leaf(koila_graph *to, const koila_graph *from, koila_value v,
+                                    koila_value *out);
+koila_status koila__graph_copy_lines(koila_graph *to, const koila_graph *from);
+
 static inline uint64_t koila__hash_text(const char *s)
 {
     uint64_t h = 1469598103934665603u; /* FNV-1a 64 */

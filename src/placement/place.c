@@ -1590,9 +1590,7 @@ bool koila__placer_call(koila__placer *p, const koila_sig_info *desc, const koil
 static bool lower_leaf(koila__placer *p, koila_value v, koila_value *out)
 {
     const koila_value_info info = p->from->values.at[v];
-    const char *name = koila_graph_leaf_name(p->from, v);
-    const koila_status s = koila_graph_leaf(p->to, info.meta, info.leaf_kind, info.axis, info.dim,
-                                            name && *name ? name : NULL, out);
+    const koila_status s = koila__graph_copy_leaf(p->to, p->from, v, out);
     if (s != KOILA_OK)
         return fail(p, s);
     koila_placement at = koila__r();
@@ -1747,20 +1745,6 @@ static bool sink(koila__placer *p, const koila_value *targets, uint32_t n_target
     return true;
 }
 
-/* Copies the source lines under the same numbers. */
-static bool lower_lines(koila__placer *p)
-{
-    for (uint32_t l = 0; l < p->from->lines.n; l++) {
-        uint32_t id;
-        const koila_status s = koila_graph_line(p->to, koila_graph_line_file(p->from, l),
-                                                koila_graph_line_number(p->from, l), &id);
-        if (s != KOILA_OK)
-            return fail(p, s);
-        koila_assert(id == l);
-    }
-    return true;
-}
-
 /* Lowers recorded node n if the targets need one of its results. */
 static bool lower_node(koila__placer *p, koila_node n, koila_value *lowered)
 {
@@ -1819,8 +1803,9 @@ static bool walk(koila__placer *p, const koila_value *targets, uint32_t n_target
     if (!reserve(p))
         return fail(p, KOILA_NO_MEMORY);
     reach(p, targets, n_targets, lowered);
-    if (!lower_lines(p))
-        return false;
+    const koila_status s = koila__graph_copy_lines(p->to, g);
+    if (s != KOILA_OK)
+        return fail(p, s);
     for (uint32_t v = 0; v < g->values.n; v++)
         if (lowered[v] == 0 && g->values.at[v].node == KOILA_NONE && !lower_leaf(p, v, &lowered[v]))
             return false;
