@@ -10,11 +10,15 @@
 
 bool koila__outline_is_local(const koila__outline *o, koila_node n, uint32_t i)
 {
-    const koila_value v = input_of(o, n, i);
+    const uint32_t at = o->g->nodes.at[n].first_input + i;
+    const koila_value v = o->g->inputs.at[at];
     const koila_node m = producer(o, v);
-    return m != KOILA_NONE && o->p->node[m].in_loop == o->p->node[n].in_loop &&
-           o->p->node[m].axis == o->p->node[n].axis &&
-           koila__placement_equal(o->p->need[o->g->nodes.at[n].first_input + i], o->p->value[v]);
+    if (m == KOILA_NONE)
+        return false;
+    const koila__placed_node *made = &o->p->node[m];
+    const koila__placed_node *read = &o->p->node[n];
+    return made->in_loop == read->in_loop && made->axis == read->axis &&
+           koila__placement_equal(o->p->need[at], o->p->value[v]);
 }
 
 /* As its producer left it, or rows that a loop makes whole. Nothing crosses loops while it waits in
@@ -34,8 +38,8 @@ bool koila__outline_is_view(const koila__outline *o, koila_node n)
 {
     const koila_sig_info *s = sig_of(o, n);
     return !s->n_writes && s->n_inputs &&
-           ((koila_op_flags(o->g->table, s->op) & KOILA_OP_VIEW) ||
-            (koila_op_facts(o->g->table, s->op) & KOILA_FACT_MAY_ALIAS));
+           ((o->g->table->ops.at[s->op].flags & KOILA_OP_VIEW) ||
+            (o->g->table->ops.at[s->op].facts & KOILA_FACT_MAY_ALIAS));
 }
 
 static void find_roots(koila__outline *o)
@@ -96,7 +100,7 @@ static void find_needed(koila__outline *o, const koila_value *targets, uint32_t 
 static bool may_repeat(const koila__outline *o, koila_node n)
 {
     const koila_sig_info *s = sig_of(o, n);
-    if (s->n_writes || (koila_op_flags(o->g->table, s->op) & (KOILA_OP_RANDOM | KOILA_OP_OPAQUE)))
+    if (s->n_writes || (o->g->table->ops.at[s->op].flags & (KOILA_OP_RANDOM | KOILA_OP_OPAQUE)))
         return false;
     for (uint32_t j = 0; j < s->n_outputs; j++)
         if (o->p->value[output_of(o, n, j)].kind == KOILA_P)
@@ -235,18 +239,20 @@ static koila_status find_costs(koila__outline *o)
     koila__cost *cost = koila__arena_array(&o->arena, t->sigs.n, sizeof *cost);
     bool *known = koila__arena_array(&o->arena, t->sigs.n, sizeof *known);
     uint32_t next = 0;
+    double work = 0;
     TRY_ALLOC(cost && known);
     for (koila_node n = 0; n < o->n_nodes; n++) {
         const koila_sig sig = o->g->nodes.at[n].sig;
         if (!known[sig])
             cost[sig] = koila__cost_of(t, sig_of(o, n));
         known[sig] = true;
-        o->work += o->is_needed[n] ? cost[sig].work : 0;
+        work += o->is_needed[n] ? cost[sig].work : 0;
         if (next >= o->makers.n || o->makers.at[next].node != n)
             continue;
         o->makers.at[next].work = cost[sig].work;
         o->makers.at[next++].is_expensive = cost[sig].expensive;
     }
+    o->work = work;
     return KOILA_OK;
 }
 

@@ -292,7 +292,8 @@ static void count_all(koila__outline *o)
         const maker *m = &o->makers.at[k];
         for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++) {
             count_first(o, s, k);
-            count_second(o, s, k);
+            if (o->is_again[k] || o->fate[s] == KOILA__WAITS)
+                count_second(o, s, k);
         }
     }
 }
@@ -326,39 +327,41 @@ static void see(const koila__outline *o, koila_node n, bool runs, moments *m)
 }
 
 /* Walks over all moments, up to the first that holds more than the limit. */
-static void walk(koila__outline *o, moments *m)
+static moments walk(koila__outline *o, moments m)
 {
+    const uint64_t *const rise = o->rise;
+    const uint64_t *const fall = o->fall;
     uint32_t next = 0;
+    koila_node next_maker = o->makers.n ? o->makers.at[0].node : KOILA_NONE;
     count_all(o);
-    m->now = m->peak = o->collected;
-    for (koila_node n = 0; n < o->n_nodes && m->peak <= m->limit; n++) {
+    m.now = m.peak = o->collected;
+    for (koila_node n = 0; n < o->n_nodes && m.peak <= m.limit; n++) {
         bool runs = n > o->at;
-        if (next < o->makers.n && o->makers.at[next].node == n)
+        if (n == next_maker) {
             runs = o->is_first[next++];
-        for (uint32_t k = o->head[n]; k; k = o->next[k - 1]) {
-            m->now += o->rise_again[k - 1];
-            see(o, o->makers.at[k - 1].node, true, m);
-            m->now -= o->fall_again[k - 1];
+            next_maker = next < o->makers.n ? o->makers.at[next].node : KOILA_NONE;
         }
-        m->now += o->rise[n];
-        see(o, n, runs, m);
-        koila_assert(m->now >= o->fall[n]);
-        m->now -= o->fall[n];
+        for (uint32_t k = o->head[n]; k; k = o->next[k - 1]) {
+            m.now += o->rise_again[k - 1];
+            see(o, o->makers.at[k - 1].node, true, &m);
+            m.now -= o->fall_again[k - 1];
+        }
+        m.now += rise[n];
+        see(o, n, runs, &m);
+        koila_assert(m.now >= fall[n]);
+        m.now -= fall[n];
     }
+    return m;
 }
 
 uint64_t koila__outline_bound(koila__outline *o)
 {
-    moments m = { .limit = UINT64_MAX };
-    walk(o, &m);
-    return m.peak;
+    return walk(o, (moments){ .limit = UINT64_MAX }).peak;
 }
 
 bool koila__outline_may_fit(koila__outline *o, uint64_t n_bytes)
 {
-    moments m = { .limit = n_bytes };
-    walk(o, &m);
-    return m.peak <= n_bytes;
+    return walk(o, (moments){ .limit = n_bytes }).peak <= n_bytes;
 }
 
 bool koila__outline_is_hopeless(const koila__outline *o, uint64_t bound, uint64_t budget)
@@ -370,7 +373,7 @@ bool koila__outline_is_hopeless(const koila__outline *o, uint64_t bound, uint64_
 
 koila__gauge koila__outline_gauge(koila__outline *o)
 {
-    moments m = { .limit = UINT64_MAX, .scale = o->most ? 1 / (double)o->most : 0 };
-    walk(o, &m);
+    const double scale = o->most ? 1 / (double)o->most : 0;
+    const moments m = walk(o, (moments){ .limit = UINT64_MAX, .scale = scale });
     return (koila__gauge){ m.peak, m.strain };
 }
