@@ -84,6 +84,13 @@ def query_rows(
     return tuple(results)
 
 
+def _zeros(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Zeros of that shape, laid out in memory as the kernel lays out a part of them."""
+    order = sorted(range(like.dim()), key=part.stride, reverse=True)
+    zeros = like.new_zeros([like.shape[d] for d in order])
+    return zeros.permute([order.index(d) for d in range(like.dim())])
+
+
 def query_rows_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
@@ -100,7 +107,7 @@ def query_rows_backward(
     call = _Kernel(kernel, scale)
     if not is_causal:
         return call.backward(_attention.Given(grad, q, k, v, bias, out, sums), False)
-    gq, gk, gv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    gradients: list[torch.Tensor] = []
     n_keys = k.shape[2]
     step = max(q.shape[2], -(-n_keys // _PARTS))
     begins = range(0, min(first, n_keys), step)
@@ -110,8 +117,11 @@ def query_rows_backward(
     for keys, is_own in parts:
         given = _attention.Given(grad, q, k[:, :, keys], v[:, :, keys], None, out, sums)
         share = call.backward(given, is_own)
+        if not gradients:
+            gradients = [_zeros(t, part) for t, part in zip((q, k, v), share)]
+        gq, gk, gv = gradients
         gq += share[0]
         gk[:, :, keys] = share[1]
         gv[:, :, keys] = share[2]
         del share  # before the next is made
-    return gq, gk, gv
+    return tuple(gradients)
