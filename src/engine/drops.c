@@ -278,8 +278,8 @@ static bool is_left_to_axes(const koila__planning *q, const rungs *r)
            (double)least_of(r) > KOILA_COST_LEFT_TO_AXES * (double)q->options->budget_bytes;
 }
 
-/* In a large step: what fills the budget; a path down from where nothing is
- * dropped only where nothing else may fit, and one up where that is near. */
+/* In a large step: what fills the budget; a path down from where nothing is dropped only where
+ * nothing else may fit, and one up where that is near. */
 static koila_status add_few_choices(const koila__planning *q, rungs *r, koila_node at)
 {
     const uint64_t budget = q->options->budget_bytes;

@@ -80,9 +80,11 @@ typedef struct life {
     koila_value region;
     /* as region: values alive there; sum over the regions of a root == alive of the root */
     uint32_t touching;
-    uint16_t owned; /* as root: owner; no byte, which the compiler holds to be part of anything */
-    bool shared;    /* as root: Note [Shared terms] */
-    bool here;      /* alive in this scope */
+    /* as root: owner. Two bytes: as compilers see it a write to one byte may change any memory, and
+     * all that is in registers is read again */
+    uint16_t owned;
+    bool shared; /* as root: Note [Shared terms] */
+    bool here;   /* alive in this scope */
 } life;
 typedef life *scope; /* [value] */
 

@@ -692,6 +692,34 @@ static PyObject *copy_of(koila__tape *t, known *same, const known *k, const koil
     return r;
 }
 
+/* Are all of these plain tensors that want a gradient, and that nobody watches? */
+static bool are_plain_ends(PyObject *leaves)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leaves); i++) {
+        PyObject *leaf = PyList_GET_ITEM(leaves, i);
+        if (koila__is_lazy(leaf) || !koila__requires_grad(leaf) || koila__leaf_has_hooks(leaf))
+            return false;
+    }
+    return true;
+}
+
+/* Asks into k for the gradients of *leaves, and finds what is known of that: *same, or NULL.
+ * *leaves NULL: all leaves, of which a new list is made, and which must be plain ends. 0: it cannot
+ * be known; -1 + error */
+static int look_up(known *k, koila__tape *t, PyObject *outputs, PyObject *gradients,
+                   PyObject **leaves, bool retain, koila__nodes *nodes, known **same)
+{
+    int rc = nodes_behind(outputs, nodes);
+    if (rc > 0 && !*leaves) {
+        *leaves = koila__leaves_of(nodes);
+        rc = *leaves ? are_plain_ends(*leaves) : -1;
+    }
+    if (rc > 0)
+        rc = ask(k, t, outputs, gradients, *leaves, retain, nodes);
+    *same = rc > 0 ? find(k, t->graph) : NULL;
+    return rc;
+}
+
 /* The gradients, what backward_remember() takes, or None; t is entered. */
 static PyObject *answer(koila__tape *t, PyObject *outputs, PyObject *gradients, PyObject *leaves,
                         bool retain)
@@ -702,10 +730,8 @@ static PyObject *answer(koila__tape *t, PyObject *outputs, PyObject *gradients, 
     if (!k)
         return NULL;
     koila__nodes nodes = { 0 };
-    int rc = nodes_behind(outputs, &nodes);
-    if (rc > 0)
-        rc = ask(k, t, outputs, gradients, leaves, retain, &nodes);
-    known *same = rc > 0 ? find(k, t->graph) : NULL;
+    known *same;
+    const int rc = look_up(k, t, outputs, gradients, &leaves, retain, &nodes, &same);
     PyObject *r = NULL;
     if (same && !doubts) {
         r = copy_of(t, same, k, &nodes);
@@ -718,17 +744,6 @@ static PyObject *answer(koila__tape *t, PyObject *outputs, PyObject *gradients, 
     koila__nodes_free(&nodes);
     known_release(k);
     return r || PyErr_Occurred() ? r : Py_NewRef(Py_None);
-}
-
-/* Are all of these plain tensors that want a gradient, and that nobody watches? */
-static bool are_plain_ends(PyObject *leaves)
-{
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leaves); i++) {
-        PyObject *leaf = PyList_GET_ITEM(leaves, i);
-        if (koila__is_lazy(leaf) || !koila__requires_grad(leaf) || koila__leaf_has_hooks(leaf))
-            return false;
-    }
-    return true;
 }
 
 /* Takes the leaves out that have no gradient. */
@@ -752,13 +767,9 @@ static PyObject *answer_at_once(koila__tape *t, PyObject *outputs, PyObject *gra
     if (!k)
         return NULL;
     koila__nodes nodes = { 0 };
-    int rc = nodes_behind(outputs, &nodes);
-    PyObject *leaves = rc > 0 ? koila__leaves_of(&nodes) : NULL;
-    if (rc > 0)
-        rc = leaves ? are_plain_ends(leaves) : -1;
-    if (rc > 0)
-        rc = ask(k, t, outputs, gradients, leaves, retain, &nodes);
-    known *same = rc > 0 ? find(k, t->graph) : NULL;
+    known *same;
+    PyObject *leaves = NULL;
+    (void)look_up(k, t, outputs, gradients, &leaves, retain, &nodes, &same);
     PyObject *given = same ? copy_of(t, same, k, &nodes) : NULL;
     PyObject *r = NULL;
     if (given && drop_absent(leaves, given) == 0)
