@@ -22,7 +22,7 @@ LOGGER = logging.getLogger("koila")
 _SLOW, _CUT, _ASK_AGAIN = 1, 2, 4
 
 MUCH_AGAIN = 1.25  # work run per work recorded, from which on it is worth a word
-WORTH_A_WORD = 0.01  # of the peak, what a gather needs
+WORTH_A_WORD = 0.01  # of what the step needs beyond what was held before, for a gather
 MANY_READS = 8  # runs for single values in one step
 _MOST_CAUSES = 1000  # remembered; a program that makes code all the time begins anew
 
@@ -96,7 +96,7 @@ def slow(plan: Plan) -> list[tuple[Any, str]]:
     """[(cause, text)] of what makes a step slow or large. Equal causes are told once."""
     found: list[tuple[Any, str]] = []
     for g in plan.gathers if plan.is_cut else ():
-        if g.bytes < WORTH_A_WORD * plan.predicted_peak_bytes:
+        if g.bytes < WORTH_A_WORD * (plan.predicted_peak_bytes - plan.base_bytes):
             continue
         remedy = g.instead or (
             "koila.register_rule() can say how it is cut, if its rows are independent; outside "
