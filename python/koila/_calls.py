@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ._torch import BelowAutograd, torch, untyped_storage, view_flags
 from . import _core
 from ._errors import UnsupportedError
-from ._tensor import LazyTensor, plain
+from ._tensor import LazyTensor, plain, values_of
 
 aten = torch.ops.aten
 
@@ -116,8 +116,17 @@ def gather(func: Any, args: Any, kwargs: Any) -> None:
 def run_on_reals(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make every lazy argument concrete, in one run, and call the operator now. The result is
     plain."""
+    if any(t.is_meta for t in lazies_of(args, kwargs)):
+        return _call_on_values(func, args, kwargs)
     gather(func, args, kwargs)
     return _call_plain(func, args, kwargs)
+
+
+def _call_on_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operator whose result is not known before it runs, on the values of `meta` tensors. A
+    tensor that it returns has no values again."""
+    a, k = map_call(values_of, args, kwargs)
+    return map_tensors(lambda t: t.to("meta"), func(*a, **k))
 
 
 def value_dependent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -45,19 +45,19 @@ class LazyTensor(torch.Tensor):
     # torch.tensor([x.sum(), ...]) converts its items with the dispatcher switched off, so these
     # five do not go through the dispatcher.
     def __float__(self) -> float:
-        return float(plain(self))
+        return float(values_of(self))
 
     def __int__(self) -> int:
-        return int(plain(self))
+        return int(values_of(self))
 
     def __index__(self) -> int:
-        return plain(self).__index__()
+        return values_of(self).__index__()
 
     def __bool__(self) -> bool:
-        return bool(plain(self))
+        return bool(values_of(self))
 
     def __complex__(self) -> complex:
-        return complex(plain(self))
+        return complex(values_of(self))
 
     def numpy(self, *, force: bool = False) -> Any:
         _core.settle(self)
@@ -66,10 +66,10 @@ class LazyTensor(torch.Tensor):
                 "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() "
                 "instead."
             )
-        return plain(self).numpy(force=force)
+        return values_of(self).numpy(force=force)
 
     def tolist(self) -> Any:
-        return plain(self).tolist()
+        return values_of(self).tolist()
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         _core.settle(self)
@@ -78,7 +78,7 @@ class LazyTensor(torch.Tensor):
                 "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() "
                 "instead."
             )
-        return plain(self).__array__(*args, **kwargs)
+        return values_of(self).__array__(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         text = repr(plain(self))
@@ -226,6 +226,15 @@ def plain(x: torch.Tensor) -> torch.Tensor:
         return x
     settled = _core.settled(x)
     return _core.concrete(x) if settled is None else settled
+
+
+_CPU = torch.device("cpu")
+
+
+def values_of(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of the values of `x`, without autograd: the concrete one. On the `meta` device,
+    where a step is planned, what depends on no data (positions, masks) is computed on the CPU."""
+    return _core.values_on(x, _CPU) if x.is_meta and _core.is_lazy(x) else plain(x)
 
 
 def _plain_tensor(x: Any) -> Any:

@@ -273,6 +273,96 @@ def test_a_step_that_reads_a_value_is_unsupported(case, read):
         koila.plan(lambda a, b: read(step_of(model)(a, b).detach()), x, y)
 
 
+def read_positions(pos):
+    """As Hugging Face's models read whether several sequences are packed into one."""
+    packed = (torch.diff(pos, prepend=pos[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    assert (packed[:, -1] == 0).all() and not packed.any().item()
+    assert int(pos.max()) == pos.tolist()[0][-1] == pos.numpy()[0, -1] == pos.shape[1] - 1
+    assert torch.equal(packed, torch.zeros_like(packed))
+    rows, columns = torch.nonzero(pos > 2, as_tuple=True)
+    return rows, columns
+
+
+def language_step(device, use):
+    table = torch.zeros(64, 8, device=device, requires_grad=True)
+
+    def step(ids):
+        pos = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+        extra = use(pos)
+        h = table[ids] + table[pos]
+        if extra is not None:
+            h = h[:, extra[1]]
+        return h.square().sum()
+
+    return step, torch.zeros(4, 64, dtype=torch.long, device=device)
+
+
+def test_what_depends_on_no_data_is_read_on_meta():
+    plans = []
+    for device in ("cpu", "meta"):
+        step, ids = language_step(device, read_positions)
+        plan = koila.plan(step, ids)
+        plans.append(plan.predicted_peak_bytes - plan.base_bytes)
+    assert 0 <= plans[1] - plans[0] <= 64 * 8, "the positions are no part of the step on the CPU"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda pos: bool((pos + torch.zeros(64, dtype=torch.long, device="meta") > 0).any()),
+        lambda pos: (torch.rand_like(pos, dtype=torch.float) > 0.5).any().item(),
+    ],
+    ids=["a buffer", "random numbers"],
+)
+def test_what_has_no_values_on_meta_is_refused_with_a_remedy(use):
+    step, ids = language_step("meta", lambda pos: use(pos) and None)
+    with pytest.raises(koila.UnsupportedError, match="the meta device has no values. Make that on"):
+        koila.plan(step, ids)
+
+
+def test_a_state_on_meta_is_written_before_anything_ran():
+    def step(x):
+        state = torch.zeros(2, len(x), 16, device=x.device)
+        state[0] = 1  # 3 dimensions, of which no row is written
+        return (x * state[0, :, :8]).sum()
+
+    plans = [
+        koila.plan(step, torch.zeros(32, 8, device=d, requires_grad=True)) for d in ("cpu", "meta")
+    ]
+    peaks = [plan.predicted_peak_bytes - plan.base_bytes for plan in plans]
+    assert peaks[0] == peaks[1]
+
+
+def test_a_process_may_begin_with_a_plan_that_reads_positions():
+    run_python(
+        """
+import torch
+from test_plan_ahead import language_step, read_positions
+
+import koila
+
+step, ids = language_step("meta", read_positions)
+assert koila.plan(step, ids).predicted_peak_bytes > 0
+"""
+    )
+
+
+def test_a_hugging_face_model_is_planned_on_meta():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_positions=64, n_embd=32, n_layer=2, n_head=2, vocab_size=61, use_cache=False,
+        bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    peaks = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = transformers.GPT2LMHeadModel(config).train()
+        ids = torch.zeros(2, 64, dtype=torch.long, device=device)
+        plan = koila.plan(lambda ids, model=model: model(ids, labels=ids).loss, ids)
+        peaks.append(plan.predicted_peak_bytes - plan.base_bytes)
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
+
+
 def test_a_step_that_does_nothing_is_refused_even_after_one_that_did(case):
     model, x, y = case
     koila.plan(step_of(model), x, y)

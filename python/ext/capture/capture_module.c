@@ -222,6 +222,15 @@ static PyObject *py_concrete(PyObject *module, PyObject *o)
     return Py_XNewRef(koila__concrete(h));
 }
 
+static PyObject *py_values_on(PyObject *module, PyObject *args)
+{
+    PyObject *o, *device;
+    if (!PyArg_ParseTuple(args, "OO:values_on", &o, &device))
+        return NULL;
+    koila__handle *h = handle_arg(o);
+    return h ? koila__values_on(h, device) : NULL;
+}
+
 static PyObject *py_concrete_all(PyObject *module, PyObject *seq)
 {
     PyObject *fast = PySequence_Fast(seq, "concrete_all() takes a sequence");
@@ -743,6 +752,8 @@ static PyMethodDef methods[] = {
     { "is_conjugated", py_is_conjugated, METH_O,
       "is_conjugated(lazy): is it a conjugate view of its base?" },
     { "concrete", py_concrete, METH_O, "concrete(lazy) -> Tensor" },
+    { "values_on", py_values_on, METH_VARARGS,
+      "values_on(lazy, device) -> Tensor: what depends on no data is computed there" },
     { "concrete_all", py_concrete_all, METH_O,
       "concrete_all([lazy, ...]) -> [Tensor, ...], one run" },
     { "is_concrete", py_is_concrete, METH_O, "is_concrete(lazy)" },

@@ -137,9 +137,20 @@ static int settle_shielded(PyObject *o)
     return rc < 0 ? -1 : settle_shielded(o);
 }
 
+/* Torch gives a wrapper no memory of the meta device. What lies there and is known stays recorded:
+ * nothing is computed, so no read of it can be out of date. */
+static bool has_no_memory(PyObject *o)
+{
+    const koila__handle *h = koila__is_lazy(o) ? koila__handle_of(o) : NULL;
+    return h && h->group &&
+           koila__is_meta_device(koila_meta_get(koila__table, h->group->meta)->device);
+}
+
 /* Some of what it does is Python, where a signal would leave it half done. */
 int koila__settle(PyObject *o)
 {
+    if (has_no_memory(o))
+        return 0;
     if (koila__shield_enter() < 0)
         return -1;
     const int rc = settle_shielded(o);
@@ -246,9 +257,10 @@ int koila__factories_meet(uint64_t written, PyObject *written_kw, PyObject *args
         koila__release_ids();
         if (!settles)
             continue;
-        if (koila__settle(m.written[i]) < 0)
+        const int settled = koila__settle(m.written[i]);
+        if (settled < 0)
             return -1;
-        m.settled = true;
+        m.settled |= settled;
     }
     return m.settled;
 }

@@ -167,6 +167,10 @@ PyObject *koila__device_object(uint16_t device)
     return PyList_GET_ITEM(devices_cuda, device & 0xff);
 }
 
+static uint16_t meta_device; /* 0: none was met */
+
+bool koila__is_meta_device(uint16_t device) { return device && device == meta_device; }
+
 int koila__device_of(PyObject *o, uint16_t *out)
 {
     PyObject *type = PyObject_GetAttrString(o, "type");
@@ -199,6 +203,8 @@ int koila__device_of(PyObject *o, uint16_t *out)
         if (i == n && PyList_Append(devices_other, o) < 0)
             goto done;
         *out = (uint16_t)(0xff00 + i);
+        if (!strcmp(name, "meta"))
+            meta_device = *out;
         rc = 0;
     }
 done:

@@ -58,6 +58,7 @@ int koila__dtype_of(PyObject *o);                /* -1 without an exception: unk
 int koila__dtype_code(koila_dtype d);            /* torch's number of it; -1: not known */
 PyObject *koila__device_object(uint16_t device); /* borrowed; NULL + error */
 int koila__device_of(PyObject *o, uint16_t *out);
+bool koila__is_meta_device(uint16_t device);   /* torch's `meta`: tensors there have no values */
 PyObject *koila__meta_object(koila_meta meta); /* new (dtype, device, sizes, strides) */
 /* The meta of a tuple (dtype, device, sizes, strides[, offset]). */
 int koila__meta_from(PyObject *tuple, koila_meta *out, int64_t *offset);

@@ -318,7 +318,10 @@ static int fill_in(arguments *a, const template *t, const koila_sig_info *s,
         if (token->kind == KOILA_ARG_TENSOR) {
             a->at[i] = *inputs;
             inputs++;
-        } else if (!a->at[i]) {
+        } else if (a->at[i]) {
+            if (fix && fix->device && Py_IS_TYPE(a->at[i], Py_TYPE(fix->device)))
+                a->at[i] = fix->device;
+        } else {
             PyObject *list = list_with_tensors(token, &inputs);
             if (!list)
                 return -1;
@@ -747,7 +750,8 @@ static int check_outputs(const koila_sig_info *s, PyObject **outputs)
 static int call_directly(koila_sig sig, const koila_sig_info *s, PyObject *const *inputs,
                          const koila__call_fix *fix, PyObject **outputs)
 {
-    if (!may_be_direct || (fix && (fix->n_fix || fix->generator)) || !are_all_there(s, inputs))
+    const bool is_changed = fix && (fix->n_fix || fix->generator || fix->device);
+    if (!may_be_direct || is_changed || !are_all_there(s, inputs))
         return 0;
     template *t = template_of(sig);
     if (!t)

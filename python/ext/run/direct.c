@@ -299,6 +299,10 @@ static bool is_on_cpu(const koila_sig_info *s)
 koila__direct *koila__direct_new(const koila_sig_info *s, PyObject *const *objects)
 {
     const uint32_t flags = koila_op_flags(koila__table, s->op);
+    if (koila__torch_setup() < 0) {
+        PyErr_Clear();
+        return NULL;
+    }
     look_up_abi();
     if (!torch_abi.version || s->n_writes || flags & KOILA_OP_RANDOM || !is_on_cpu(s) ||
         s->n_pos + s->n_kw > MOST_ARGUMENTS || s->n_outputs > MOST_RESULTS)

@@ -83,6 +83,7 @@ typedef struct koila__call_fix {
     uint32_t n_fix;
     const koila__arg_fix *fix;
     PyObject *generator; /* borrowed: given by the name `generator` too; NULL: none */
+    PyObject *device;    /* borrowed: given for each device that is recorded; NULL: as it is */
 } koila__call_fix;
 /* Runs signature `sig` on inputs[n_inputs], borrowed real tensors. A written input is its base
  * tensor, which is written in place; the caller has cloned it where needed. `fix` adapts the call
@@ -106,6 +107,7 @@ void koila__templates_forget(PyObject *gone);
 int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects);
 int koila__run_held(koila__tape *t, const koila_value *held, uint32_t n_held);
 int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets);
+PyObject *koila__run_elsewhere(koila__tape *t, koila_value v, PyObject *device);
 
 /* ---- part.c: the part of a tape that makes some targets, with maps back. Arrays are PyMem. */
 typedef struct koila__part {

@@ -805,6 +805,7 @@ int koila__run_module_add(PyObject *m)
         .run = koila__run,
         .run_held = koila__run_held,
         .run_whole = koila__run_whole,
+        .run_elsewhere = koila__run_elsewhere,
         .call = call_without_inputs,
         .forget = forget_signatures,
     };

@@ -7,9 +7,10 @@ typedef struct whole_run {
     koila__tape *t;
     const koila_graph *g;
     uint32_t n_nodes, n_values;
-    uint32_t *uses; /* [n_values] readers to come; being a target counts as one more */
-    PyObject **env; /* [n_values] owned: made by this run */
-    bool *needed;   /* [n_nodes] */
+    uint32_t *uses;   /* [n_values] readers to come; being a target counts as one more */
+    PyObject **env;   /* [n_values] owned: made by this run */
+    bool *needed;     /* [n_nodes] */
+    PyObject *device; /* borrowed: on which all runs; NULL: on those that are recorded */
     /* owned: of the call that runs */
     PyObject **in, **held, **out;
 } whole_run;
@@ -31,6 +32,25 @@ static int check_version(koila__tape *t, koila_value v)
     Py_XDECREF(meta);
     Py_XDECREF(f);
     return -1;
+}
+
+static int raise_no_values(const char *what)
+{
+    koila__unsupported("koila.plan(): the step reads a value (print, .item(), if, a mask) that "
+                       "depends on %s, of which the meta device has no values. Make that on the "
+                       "CPU, or plan the part up to there",
+                       what);
+    return -1;
+}
+
+/* Has the tensor v values? */
+static int check_values(const whole_run *w, koila_value v)
+{
+    koila_meta m;
+    if (koila__meta_of(w->t->values[v].real, &m) < 0)
+        return -1;
+    const bool has_none = koila__is_meta_device(koila_meta_get(koila__table, m)->device);
+    return has_none ? raise_no_values("a tensor (a buffer of the model, say)") : 0;
 }
 
 /* Must v be made? It has readers, and is not concrete. */
@@ -73,21 +93,28 @@ static int find_needed(whole_run *w, const koila_value *targets, uint32_t n_targ
             w->needed[n] |= is_wanted(w, node.first_output + j);
         if (!w->needed[n])
             continue;
+        if (w->device && koila_op_flags(koila__table, s->op) & KOILA_OP_RANDOM)
+            return raise_no_values("random numbers");
         for (uint32_t i = 0; i < s->n_inputs; i++)
             w->uses[koila_node_inputs(w->g, n)[i]]++;
     }
-    for (koila_value v = 0; v < w->n_values; v++)
-        if (w->uses[v] && w->t->values[v].real && check_version(w->t, v) < 0)
+    for (koila_value v = 0; v < w->n_values; v++) {
+        if (!w->uses[v] || !w->t->values[v].real)
+            continue;
+        if (check_version(w->t, v) < 0 || (w->device && check_values(w, v) < 0))
             return -1;
+    }
     return make_room(w);
 }
 
 /* A random node draws from the state that was recorded; the user's is put back. */
-static int call_with_state(const tape_random *random, koila_sig sig, PyObject *const *in,
-                           PyObject **out)
+static int call_with_state(const whole_run *w, koila_node n, koila_sig sig)
 {
+    const tape_random *random = koila__tape_random(w->t, n);
+    PyObject *const *in = w->in;
+    PyObject **out = w->out;
     if (!random)
-        return koila__call(sig, in, NULL, NULL, out);
+        return koila__call(sig, in, &(koila__call_fix){ .device = w->device }, NULL, out);
     PyObject *state = koila__generator_get(random->generator);
     int status = -1;
     if (state && koila__generator_set(random->generator, random->state) == 0)
@@ -131,8 +158,7 @@ static int call_node(whole_run *w, koila_node n, const koila_sig_info *s)
             status = -1;
     }
     if (status == 0)
-        status =
-            call_with_state(koila__tape_random(w->t, n), koila_node_get(w->g, n).sig, in, w->out);
+        status = call_with_state(w, n, koila_node_get(w->g, n).sig);
     for (uint32_t i = 0; i < n_copies; i++)
         Py_DECREF(copies[i]);
     for (uint32_t i = 0; i < s->n_inputs; i++)
@@ -173,7 +199,7 @@ static int run_node(whole_run *w, koila_node n)
     PyObject **out = w->out;
     if (call_node(w, n, s) < 0)
         return -1;
-    const int status = check_results(n, s, out);
+    const int status = w->device ? 0 : check_results(n, s, out);
     for (uint32_t j = 0; j < s->n_outputs; j++) {
         const koila_value v = node.first_output + j;
         if (status == 0 && out[j] && is_wanted(w, v))
@@ -200,21 +226,42 @@ static int run_nodes(whole_run *w)
     return status;
 }
 
+/* Makes the targets: they are in w->env. Whatever it returns, end *w with whole_deinit(). */
+static int whole_init(whole_run *w, koila__tape *t, PyObject *device, const koila_value *targets,
+                      uint32_t n_targets)
+{
+    *w = (whole_run){ .t = (koila__tape *)Py_NewRef((PyObject *)t),
+                      .g = t->graph,
+                      .n_nodes = koila_graph_n_nodes(t->graph),
+                      .n_values = koila_graph_n_values(t->graph),
+                      .device = device };
+    w->uses = PyMem_Calloc(w->n_values + 1, sizeof *w->uses);
+    w->env = tensors(w->n_values);
+    w->needed = PyMem_Calloc(w->n_nodes + 1, sizeof *w->needed);
+    if (!w->uses || !w->env || !w->needed) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return find_needed(w, targets, n_targets) < 0 ? -1 : run_nodes(w);
+}
+
+static void whole_deinit(whole_run *w)
+{
+    for (koila_value v = 0; w->env && v < w->n_values; v++)
+        Py_XDECREF(w->env[v]);
+    PyMem_Free(w->uses);
+    PyMem_Free(w->env);
+    PyMem_Free(w->needed);
+    PyMem_Free(w->in);
+    PyMem_Free(w->held);
+    PyMem_Free(w->out);
+    Py_DECREF(w->t);
+}
+
 int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets)
 {
-    whole_run w = { .t = t,
-                    .g = t->graph,
-                    .n_nodes = koila_graph_n_nodes(t->graph),
-                    .n_values = koila_graph_n_values(t->graph) };
-    int status = -1;
-    Py_INCREF(t);
-    w.uses = PyMem_Calloc(w.n_values + 1, sizeof *w.uses);
-    w.env = PyMem_Calloc(w.n_values + 1, sizeof *w.env);
-    w.needed = PyMem_Calloc(w.n_nodes + 1, sizeof *w.needed);
-    if (!w.uses || !w.env || !w.needed)
-        PyErr_NoMemory();
-    else if (find_needed(&w, targets, n_targets) == 0)
-        status = run_nodes(&w);
+    whole_run w;
+    const int status = whole_init(&w, t, NULL, targets, n_targets);
     /* all is computed: the values can be seen from here on */
     for (uint32_t i = 0; i < n_targets && status == 0; i++) {
         PyObject *real = w.env[targets[i]];
@@ -222,14 +269,16 @@ int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targ
         if (real)
             koila__tape_set_real(t, targets[i], real);
     }
-    for (koila_value v = 0; w.env && v < w.n_values; v++)
-        Py_XDECREF(w.env[v]);
-    PyMem_Free(w.uses);
-    PyMem_Free(w.env);
-    PyMem_Free(w.needed);
-    PyMem_Free(w.in);
-    PyMem_Free(w.held);
-    PyMem_Free(w.out);
-    Py_DECREF(t);
+    whole_deinit(&w);
     return status;
+}
+
+PyObject *koila__run_elsewhere(koila__tape *t, koila_value v, PyObject *device)
+{
+    whole_run w;
+    PyObject *r = NULL;
+    if (whole_init(&w, t, device, &v, 1) == 0)
+        r = Py_XNewRef(w.env[v] ? w.env[v] : t->values[v].real);
+    whole_deinit(&w);
+    return r;
 }
