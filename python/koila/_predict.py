@@ -119,9 +119,10 @@ def plan(
     planned.
 
     step: called with the inputs made lazy; runs forward and backward, or returns the loss (backward
-    is then called on it). It must not read values.
-    inputs: tensors, as for `lazy(..., batch=batch)`; their contents are not looked at, and tensors
-        and model may be on the `meta` device.
+    is then called on it). It must not read values, but of whole numbers and truth values (is there
+        padding?): these are computed.
+    inputs: tensors, as for `lazy(..., batch=batch)`. Tensors and model may be on the `meta` device;
+        where values of the batch are read, it is on the CPU and is moved there in the step.
     budget: bytes, or a text such as "24GiB", for the step, the tensors that it reads (parameters,
         buffers, the batch: `base_bytes`; a batch on `meta` stands for its shape alone) and the
         gradients; `None`: no limit, or the device's memory.
@@ -144,9 +145,9 @@ def plan(
     CUBLAS_WORKSPACE_CONFIG and TORCH_CUDNN_SDPA_DEPRIORITIZED count as they are set here.
 
     Returns: a `Prediction`. Parameters' `.grad` and all other state are as before.
-    Raises: OutOfMemory when one row does not fit the budget; UnsupportedError when the step reads a
-        value, and on a device when it runs a fully sharded module (FSDP), whose memory has not
-        been measured; ValueError for an unknown device or setting.
+    Raises: OutOfMemory when one row does not fit the budget; UnsupportedError when the step reads
+        another value, and on a device when it runs a fully sharded module (FSDP), whose memory has
+        not been measured; ValueError for an unknown device or setting.
 
     Example:
         >>> def step(x, y):

@@ -233,7 +233,7 @@ _CPU = torch.device("cpu")
 
 def values_of(x: torch.Tensor) -> torch.Tensor:
     """A tensor of the values of `x`, without autograd: the concrete one. On the `meta` device,
-    where a step is planned, what depends on no data (positions, masks) is computed on the CPU."""
+    where a step is planned, positions and masks whose values are known are computed on the CPU."""
     return _core.values_on(x, _CPU) if x.is_meta and _core.is_lazy(x) else plain(x)
 
 

@@ -307,17 +307,47 @@ def test_what_depends_on_no_data_is_read_on_meta():
 
 
 @pytest.mark.parametrize(
-    "use",
+    "use, why",
     [
-        lambda pos: bool((pos + torch.zeros(64, dtype=torch.long, device="meta") > 0).any()),
-        lambda pos: (torch.rand_like(pos, dtype=torch.float) > 0.5).any().item(),
+        (
+            lambda pos: bool((pos + torch.zeros(64, dtype=torch.long, device="meta") > 0).any()),
+            "a tensor on the meta device, which has no values. Make it on the CPU",
+        ),
+        (
+            lambda pos: (torch.rand_like(pos, dtype=torch.float) > 0.5).any().item(),
+            "random numbers. While planning none are drawn. Leave that out of the step",
+        ),
     ],
     ids=["a buffer", "random numbers"],
 )
-def test_what_has_no_values_on_meta_is_refused_with_a_remedy(use):
+def test_what_has_no_values_on_meta_is_refused_with_a_remedy(use, why):
     step, ids = language_step("meta", lambda pos: use(pos) and None)
-    with pytest.raises(koila.UnsupportedError, match="the meta device has no values. Make that on"):
+    with pytest.raises(koila.UnsupportedError, match="reads a value .* depends on " + why):
         koila.plan(step, ids)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_whole_numbers_of_the_batch_are_read_while_planning(device):
+    seen = []
+    table = torch.zeros(9, 4, device=device, requires_grad=True)
+
+    def step(ids, mask):
+        ids, mask = ids.to(device), mask.to(device)
+        seen.append((bool(mask.all()), mask.sum(1).tolist(), int(ids.max())))
+        return (table[ids] * mask[..., None]).sum()
+
+    ids = torch.arange(8).view(2, 4)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    plan = koila.plan(step, ids, mask)
+    assert seen == [(False, [4, 2], 7)] and plan.predicted_peak_bytes > 0
+
+
+def test_a_batch_on_meta_whose_values_are_read_is_refused_with_a_remedy():
+    def step(mask):
+        return torch.ones(4, requires_grad=True).mul(mask).sum() if mask.all() else None
+
+    with pytest.raises(koila.UnsupportedError, match="meta device.*a batch is moved in the step"):
+        koila.plan(step, torch.ones(2, 4, dtype=torch.long, device="meta"))
 
 
 def test_a_state_on_meta_is_written_before_anything_ran():
@@ -353,12 +383,19 @@ def test_a_hugging_face_model_is_planned_on_meta():
         n_positions=64, n_embd=32, n_layer=2, n_head=2, vocab_size=61, use_cache=False,
         bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
+    ids = torch.zeros(2, 64, dtype=torch.long)
+    mask = torch.ones_like(ids)
+    mask[1, 50:] = 0  # whether there is padding is read
     peaks = []
     for device in ("cpu", "meta"):
         with torch.device(device):
             model = transformers.GPT2LMHeadModel(config).train()
-        ids = torch.zeros(2, 64, dtype=torch.long, device=device)
-        plan = koila.plan(lambda ids, model=model: model(ids, labels=ids).loss, ids)
+
+        def step(ids, mask, model=model, device=device):
+            ids, mask = ids.to(device), mask.to(device)
+            return model(ids, attention_mask=mask, labels=ids).loss
+
+        plan = koila.plan(step, ids, mask)
         peaks.append(plan.predicted_peak_bytes - plan.base_bytes)
     assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
 

@@ -207,8 +207,8 @@ void koila__group_written(koila__group *g, koila_value v);
 
 /* ---- concrete.c */
 PyObject *koila__concrete(koila__handle *h); /* borrowed real tensor; NULL + error */
-/* A new reference to a tensor of its values. What depends on no data is computed on `device` where
- * its own has no values (meta). */
+/* A new reference to a tensor of its values. While planning, calls that make it run on `device`,
+ * for its own has no values (meta). */
 PyObject *koila__values_on(koila__handle *h, PyObject *device);
 /* The tensors of n lazy ones, in one run for each tape. -1 + error */
 int koila__concrete_many(koila__handle *const *h, uint32_t n);

@@ -753,7 +753,7 @@ static PyMethodDef methods[] = {
       "is_conjugated(lazy): is it a conjugate view of its base?" },
     { "concrete", py_concrete, METH_O, "concrete(lazy) -> Tensor" },
     { "values_on", py_values_on, METH_VARARGS,
-      "values_on(lazy, device) -> Tensor: what depends on no data is computed there" },
+      "values_on(lazy, device) -> Tensor: computed there, if no tensor without values decides" },
     { "concrete_all", py_concrete_all, METH_O,
       "concrete_all([lazy, ...]) -> [Tensor, ...], one run" },
     { "is_concrete", py_is_concrete, METH_O, "is_concrete(lazy)" },

@@ -72,10 +72,12 @@ int koila__concrete_many(koila__handle *const *h, uint32_t n)
 
 PyObject *koila__values_on(koila__handle *h, PyObject *device)
 {
-    if (!h->group || !koila__is_known(h->group))
+    if (!h->group || !koila__is_planning())
         return Py_XNewRef(koila__concrete(h));
     const koila_value v = koila__value_of(h);
-    return v == KOILA_NONE ? NULL : koila__executor->run_elsewhere(h->group->tape, v, device);
+    return v == KOILA_NONE ? NULL
+                           : koila__executor->run_elsewhere(h->group->tape, v,
+                                                            koila__is_known(h->group), device);
 }
 
 PyObject *koila__concrete(koila__handle *h)

@@ -14,10 +14,11 @@ typedef struct koila__executor_calls {
     /* By the simple executor, the reference in tests: everything whole, in recorded order, each
      * value freed at its last use, each result compared with its record. Effects stay recorded. */
     int (*run_whole)(koila__tape *t, const koila_value *targets, uint32_t n_targets);
-    /* The tensor that v would be if all calls that make it ran on `device`: a new reference. v is
-     * known (koila__is_known) and on a device without values; nothing on the tape changes. NULL
-     * with an exception: UnsupportedError where it reads a tensor there, or random numbers. */
-    PyObject *(*run_elsewhere)(koila__tape *t, koila_value v, PyObject *device);
+    /* The tensor that v would be if all calls that make it ran on `device`: a new reference; v is
+     * on a device without values, and nothing on the tape changes. NULL with an exception:
+     * UnsupportedError where it depends on tensors there, on random numbers, or, unless it is known
+     * (koila__is_known), on floating-point numbers. */
+    PyObject *(*run_elsewhere)(koila__tape *t, koila_value v, bool is_known, PyObject *device);
     /* Make one call that reads no tensor: *out is a new reference. Below autograd; the caller
      * holds the mode guards. 0, or -1 with torch's own exception. */
     int (*call)(koila_sig sig, PyObject **out);

@@ -14,12 +14,8 @@ static bool is_small(const koila__tape *t, koila_value v)
 
 int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects)
 {
-    if (koila__is_planning()) {
-        koila__unsupported("koila.plan(): the step reads a value (print, .item(), if, a mask) "
-                           "before backward; nothing is computed while planning. Plan the part up "
-                           "to there");
-        return -1;
-    }
+    if (koila__is_planning())
+        return koila__run_planned(t, targets, n_targets);
     koila_value variables[MAX_HELD], held[MAX_HELD];
     uint32_t n_held = koila__tape_held(t, targets, n_targets, variables, MAX_HELD);
     uint32_t n_small = 0;

@@ -107,7 +107,10 @@ void koila__templates_forget(PyObject *gone);
 int koila__run(koila__tape *t, const koila_value *targets, uint32_t n_targets, bool commit_effects);
 int koila__run_held(koila__tape *t, const koila_value *held, uint32_t n_held);
 int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets);
-PyObject *koila__run_elsewhere(koila__tape *t, koila_value v, PyObject *device);
+/* The same while a step is planned, of what depends on whole numbers and truth values alone.
+ * UnsupportedError for all else. */
+int koila__run_planned(koila__tape *t, const koila_value *targets, uint32_t n_targets);
+PyObject *koila__run_elsewhere(koila__tape *t, koila_value v, bool is_known, PyObject *device);
 
 /* ---- part.c: the part of a tape that makes some targets, with maps back. Arrays are PyMem. */
 typedef struct koila__part {

@@ -11,6 +11,9 @@ typedef struct whole_run {
     PyObject **env;   /* [n_values] owned: made by this run */
     bool *needed;     /* [n_nodes] */
     PyObject *device; /* borrowed: on which all runs; NULL: on those that are recorded */
+    /* while a step is planned, which computes nothing: tensors with values, and of these only whole
+     * numbers and truth values where data decide; RUNS: no plan reads */
+    enum { RUNS, READS_ANY, READS_WHOLE_NUMBERS } may_read;
     /* owned: of the call that runs */
     PyObject **in, **held, **out;
 } whole_run;
@@ -34,23 +37,34 @@ static int check_version(koila__tape *t, koila_value v)
     return -1;
 }
 
-static int raise_no_values(const char *what)
+static int raise_read(const char *why)
 {
     koila__unsupported("koila.plan(): the step reads a value (print, .item(), if, a mask) that "
-                       "depends on %s, of which the meta device has no values. Make that on the "
-                       "CPU, or plan the part up to there",
-                       what);
+                       "depends on %s, or plan the part up to there",
+                       why);
     return -1;
 }
 
-/* Has the tensor v values? */
-static int check_values(const whole_run *w, koila_value v)
+static bool is_whole_number(koila_dtype d)
+{
+    return d <= KOILA_DTYPE_I64 || d == KOILA_DTYPE_BOOL ||
+           (d >= KOILA_DTYPE_U16 && d <= KOILA_DTYPE_U64);
+}
+
+/* May a plan be read that depends on the tensor v? */
+static int check_read(const whole_run *w, koila_value v)
 {
     koila_meta m;
     if (koila__meta_of(w->t->values[v].real, &m) < 0)
         return -1;
-    const bool has_none = koila__is_meta_device(koila_meta_get(koila__table, m)->device);
-    return has_none ? raise_no_values("a tensor (a buffer of the model, say)") : 0;
+    const koila_meta_info *info = koila_meta_get(koila__table, m);
+    if (koila__is_meta_device(info->device))
+        return raise_read("a tensor on the meta device, which has no values. Make it on the CPU "
+                          "(a batch is moved in the step: x.to(\"meta\"))");
+    if (w->may_read != READS_ANY && !is_whole_number((koila_dtype)info->dtype))
+        return raise_read("floating-point numbers. While planning nothing is computed from these. "
+                          "Leave that out of the step");
+    return 0;
 }
 
 /* Must v be made? It has readers, and is not concrete. */
@@ -93,15 +107,16 @@ static int find_needed(whole_run *w, const koila_value *targets, uint32_t n_targ
             w->needed[n] |= is_wanted(w, node.first_output + j);
         if (!w->needed[n])
             continue;
-        if (w->device && koila_op_flags(koila__table, s->op) & KOILA_OP_RANDOM)
-            return raise_no_values("random numbers");
+        if (w->may_read && koila_op_flags(koila__table, s->op) & KOILA_OP_RANDOM)
+            return raise_read("random numbers. While planning none are drawn. Leave that out of "
+                              "the step");
         for (uint32_t i = 0; i < s->n_inputs; i++)
             w->uses[koila_node_inputs(w->g, n)[i]]++;
     }
     for (koila_value v = 0; v < w->n_values; v++) {
         if (!w->uses[v] || !w->t->values[v].real)
             continue;
-        if (check_version(w->t, v) < 0 || (w->device && check_values(w, v) < 0))
+        if (check_version(w->t, v) < 0 || (w->may_read && check_read(w, v) < 0))
             return -1;
     }
     return make_room(w);
@@ -226,15 +241,14 @@ static int run_nodes(whole_run *w)
     return status;
 }
 
-/* Makes the targets: they are in w->env. Whatever it returns, end *w with whole_deinit(). */
-static int whole_init(whole_run *w, koila__tape *t, PyObject *device, const koila_value *targets,
-                      uint32_t n_targets)
+/* Makes the targets: they are in w->env. *w has a tape. Whatever it returns, end it with
+ * whole_deinit(). */
+static int whole_make(whole_run *w, const koila_value *targets, uint32_t n_targets)
 {
-    *w = (whole_run){ .t = (koila__tape *)Py_NewRef((PyObject *)t),
-                      .g = t->graph,
-                      .n_nodes = koila_graph_n_nodes(t->graph),
-                      .n_values = koila_graph_n_values(t->graph),
-                      .device = device };
+    Py_INCREF(w->t);
+    w->g = w->t->graph;
+    w->n_nodes = koila_graph_n_nodes(w->g);
+    w->n_values = koila_graph_n_values(w->g);
     w->uses = PyMem_Calloc(w->n_values + 1, sizeof *w->uses);
     w->env = tensors(w->n_values);
     w->needed = PyMem_Calloc(w->n_nodes + 1, sizeof *w->needed);
@@ -258,26 +272,39 @@ static void whole_deinit(whole_run *w)
     Py_DECREF(w->t);
 }
 
-int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets)
+/* Makes the targets, which have tensors from then on. */
+static int run_for_good(whole_run *w, const koila_value *targets, uint32_t n_targets)
 {
-    whole_run w;
-    const int status = whole_init(&w, t, NULL, targets, n_targets);
+    const int status = whole_make(w, targets, n_targets);
     /* all is computed: the values can be seen from here on */
     for (uint32_t i = 0; i < n_targets && status == 0; i++) {
-        PyObject *real = w.env[targets[i]];
-        w.env[targets[i]] = NULL;
+        PyObject *real = w->env[targets[i]];
+        w->env[targets[i]] = NULL;
         if (real)
-            koila__tape_set_real(t, targets[i], real);
+            koila__tape_set_real(w->t, targets[i], real);
     }
-    whole_deinit(&w);
+    whole_deinit(w);
     return status;
 }
 
-PyObject *koila__run_elsewhere(koila__tape *t, koila_value v, PyObject *device)
+int koila__run_whole(koila__tape *t, const koila_value *targets, uint32_t n_targets)
 {
-    whole_run w;
+    return run_for_good(&(whole_run){ .t = t }, targets, n_targets);
+}
+
+int koila__run_planned(koila__tape *t, const koila_value *targets, uint32_t n_targets)
+{
+    return run_for_good(&(whole_run){ .t = t, .may_read = READS_WHOLE_NUMBERS }, targets,
+                        n_targets);
+}
+
+PyObject *koila__run_elsewhere(koila__tape *t, koila_value v, bool is_known, PyObject *device)
+{
+    whole_run w = { .t = t,
+                    .device = device,
+                    .may_read = is_known ? READS_ANY : READS_WHOLE_NUMBERS };
     PyObject *r = NULL;
-    if (whole_init(&w, t, device, &v, 1) == 0)
+    if (whole_make(&w, &v, 1) == 0)
         r = Py_XNewRef(w.env[v] ? w.env[v] : t->values[v].real);
     whole_deinit(&w);
     return r;
