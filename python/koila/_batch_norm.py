@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Any
 
@@ -10,6 +9,7 @@ from ._torch import torch
 from . import _core
 from ._calls import redispatch, write_real
 from ._special import special
+from ._statistics import guard, module_of, unguard
 
 aten = torch.ops.aten
 
@@ -22,21 +22,6 @@ _COUNTING = {
     torch.nn.modules.batchnorm._BatchNorm.forward.__code__,
     torch.nn.SyncBatchNorm.forward.__code__,
 }
-_FRAMES_LOOKED_AT = 16  # from the operator up to the module that called it
-
-
-def _calling_module(mean: torch.Tensor) -> Any:
-    """The BatchNorm module whose forward calls the operator, if `mean` is its running mean; else
-    None."""
-    frame: Any = sys._getframe(2)
-    for _ in range(_FRAMES_LOOKED_AT):
-        if frame is None:
-            return None
-        if frame.f_code in _COUNTING:
-            module = frame.f_locals["self"]
-            return module if module.running_mean is mean else None
-        frame = frame.f_back
-    return None
 
 
 def _remember_count(module: Any, value: Any) -> None:
@@ -50,6 +35,7 @@ def _remember_count(module: Any, value: Any) -> None:
 def uncount(tape: Any) -> None:
     """Take back the batches counted by a step that failed before its statistics were written. A
     counter that was written since is left alone."""
+    unguard(tape)
     for counter, version in reversed(_counted.pop(tape, ())):
         if counter._version == version:
             with torch.no_grad():
@@ -60,9 +46,10 @@ def uncount(tape: Any) -> None:
 _Written = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
-def _write_statistics(x: torch.Tensor, module: Any, written: _Written) -> None:
+def _write_statistics(x: torch.Tensor, written: _Written) -> None:
     """Write the new running statistics of a batch norm of `x`, when the step ends if they are lazy.
-    written: (buffer, value). module: the one whose buffers they are, if that is known."""
+    written: (buffer, value)."""
+    module, code = module_of(written[0][0])
     for buffer, value in written:
         if _core.is_lazy(buffer):
             redispatch(aten.copy_.default, (buffer, value), {})
@@ -70,8 +57,11 @@ def _write_statistics(x: torch.Tensor, module: Any, written: _Written) -> None:
             write_real(aten.copy_.default, (buffer, value), {})
         elif not _core.context().explains:  # there a checkpoint's forward runs once more
             _core.effect(value, buffer)
-            if module is not None and buffer is module.running_mean:
-                _remember_count(module, value)
+            if module is not None and buffer is written[0][0]:
+                if not _core.is_planning():
+                    guard(module, _core.tape_of(value))
+                if code in _COUNTING:
+                    _remember_count(module, value)
     mean = written[0][1]
     if x.size(0) == 1 and module is None and _core.is_lazy(mean):
         # perhaps instance_norm, whose statistics are temporaries that it reads at once
@@ -107,7 +97,7 @@ def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         (x, weight, bias, mean, var, True, momentum, eps),
         {},
     )
-    _write_statistics(x, _calling_module(mean), ((mean, new_mean), (var, new_var)))
+    _write_statistics(x, ((mean, new_mean), (var, new_var)))
     if name in ("_batch_norm_with_update", "cudnn_batch_norm"):
         return out, saved_mean, saved_invstd, _no_workspace(x)
     return out, saved_mean, saved_invstd

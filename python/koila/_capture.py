@@ -45,6 +45,7 @@ from ._shapes import (
     shape,
 )
 from ._special import collective, decompose, handlers
+from ._statistics import unguard
 from ._tensor import LazyTensor
 
 # C looks up these names here, and the functions below.
@@ -72,6 +73,7 @@ __all__ = [
     "shape",
     "steps_aside",
     "uncount",
+    "unguard",
     "untyped_storage",
     "use_count",
     "value_dependent",

@@ -55,6 +55,20 @@ def plain(x):
     return x.detach().clone()
 
 
+def written_buffers(model):
+    """Names and buffers as they are now. To read a batch norm's in a step that has not run computes
+    its statistics, see python/koila/_statistics.py; here they are only looked at."""
+    seen = set()
+    for path, module in model.named_modules():
+        buffers = module.__dict__.get("_buffers")
+        if buffers is None:  # a scripted module
+            buffers = dict(module.named_buffers(recurse=False))
+        for name, b in getattr(buffers, "own", buffers).items():
+            if b is not None and b not in seen:
+                seen.add(b)
+                yield f"{path}.{name}" if path else name, b
+
+
 def model_state(model, grads=True):
     """Everything a step leaves in a model, by name."""
     out = {}
@@ -65,7 +79,7 @@ def model_state(model, grads=True):
                 f"{name}.grad is a {type(p.grad).__name__}"
             )
         out[f"value:param {name}"] = plain(p)
-    for name, b in model.named_buffers():
+    for name, b in written_buffers(model):
         assert not isinstance(b, koila.LazyTensor), f"buffer {name} stayed lazy"
         out[f"value:buffer {name}"] = plain(b)
     return out

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from zoo import B
 
 import koila
-from koila import lazy
+from koila import _statistics, lazy
 
 D = torch.float64
 
@@ -678,6 +678,129 @@ def test_10_running_state_is_updated_exactly_once():
         return {"value:" + k: plain(v) for k, v in state.items()} | model_state(model)
 
     compare_programs(program, B, tol=1e-11, split=False)
+
+
+class Activated(nn.BatchNorm1d):
+    """A batch norm with a forward of its own, as in timm."""
+
+    def forward(self, x):
+        mean, var = self.running_mean, self.running_var
+        return F.relu(F.batch_norm(x, mean, var, self.weight, self.bias, self.training, 0.2))
+
+
+def normalized(norm=nn.BatchNorm1d):
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(5, 8), norm(8), nn.Linear(8, 4)).double()
+
+
+def a_plain_batch(model, x, other):
+    return {"other": model(other).square().mean()}
+
+
+def a_plain_batch_in_evaluation(model, x, other):
+    model.eval()
+    with torch.no_grad():
+        found = model(other)
+    model.train()
+    return {"other": found}
+
+
+def a_plain_batch_and_a_lazy_one(model, x, other):
+    return {"other": model(other).square().mean(), "again": model(-x).square().mean()}
+
+
+def their_values(model, x, other):
+    return {"mean": model[1].running_mean.clone(), "var": getattr(model[1], "running_var") * 1}
+
+
+def their_state_dict(model, x, other):
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def a_copy(model, x, other):
+    return dict(copy.deepcopy(model).named_buffers())
+
+
+def a_pickle(model, x, other):
+    return dict(pickle.loads(pickle.dumps(model)).named_buffers())
+
+
+def a_moving_average_of_buffers(model, x, other):
+    average = [b.clone() * 0 for b in model.buffers()]
+    for a, b in zip(average, model.buffers(), strict=True):
+        a.add_(b)
+    return {str(i): a for i, a in enumerate(average)}
+
+
+def a_write(model, x, other):
+    mean = model[1].running_mean = model[1].running_mean * 2
+    return {"mean": mean}
+
+
+READERS = [
+    a_plain_batch,
+    a_plain_batch_in_evaluation,
+    a_plain_batch_and_a_lazy_one,
+    their_values,
+    their_state_dict,
+    a_copy,
+    a_pickle,
+    a_moving_average_of_buffers,
+    a_write,
+]
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, Activated])
+@pytest.mark.parametrize("reader", READERS, ids=lambda f: f.__name__)
+def test_10_running_statistics_read_before_backward_are_eager_s(reader, norm):
+    def program(wrap):
+        model, found = normalized(norm), {}
+        for k in range(2):
+            (x, _), other = wrap(*xy()), xy()[0]
+            loss = model(x).square().mean()
+            read = reader(model, x, other)
+            (loss + sum(v for v in read.values() if v.dim() == 0 and v.requires_grad)).backward()
+            found |= {f"value:{k} {name}": plain(v) for name, v in read.items()}
+        return found | {"loss:loss": plain(loss)} | model_state(model)
+
+    compare_programs(program, B, tol=1e-12, split=False)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, Activated])
+@pytest.mark.parametrize("functional", [False, True])
+def test_10_a_step_reads_its_own_statistics_at_no_cost(norm, functional, monkeypatch):
+    model, computed = normalized(norm), []
+    monkeypatch.setattr(_statistics, "_compute", lambda *_: computed.append(1))
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    x = lazy(xy()[0])
+    for _ in range(2):
+        out = torch.func.functional_call(model, state, (x,)) if functional else model(x)
+        loss = (out * model(-x)).square().mean()
+        assert _statistics._guarded
+        loss.backward()
+        assert not computed and type(model[1].__dict__["_buffers"]) is dict
+
+
+def test_10_buffers_that_come_and_go_in_a_step_are_those_of_the_module():
+    norm = nn.BatchNorm1d(5)
+    out = norm(lazy(torch.randn(8, 5)))
+    mine = torch.ones(2)
+    norm.register_buffer("mine", mine)
+    norm._buffers.update(more=mine)
+    assert norm._buffers.pop("mine") is mine and "mine" not in norm._buffers
+    out.sum().backward()
+    assert type(norm._buffers) is dict and "mine" not in norm._buffers and norm.more is mine
+
+
+def test_10_statistics_that_cannot_be_computed_any_more_say_so():
+    model = normalized()
+    loss = model(lazy(xy()[0])).sum()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with pytest.raises(koila.StaleValueError, match=r"statistics of a BatchNorm1d.*f64\[5, 8"):
+        model.state_dict()
+    model.load_state_dict(normalized().state_dict())  # reads none
+    del loss
 
 
 # ---- 11. several values before backward
