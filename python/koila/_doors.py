@@ -99,6 +99,7 @@ def _install() -> None:
     _memory()
     _uncounted_writes()
     _control_flow.install()
+    _traces()
     _quick_rules()
     _lazy_states()
     _packed.install()
@@ -107,6 +108,27 @@ def _install() -> None:
             hop.py_impl(LazyTensor)(refuse)
         except Exception:  # registered already, or a kind that takes no classes
             pass
+
+
+def _traces() -> None:
+    """Refuse lazy tensors where make_fx traces: it takes what it does not know for constants, and
+    the graph would give the values of this batch, or of nothing, each time it is called."""
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode as Tracer
+
+    original = Tracer.__torch_dispatch__
+
+    @functools.wraps(original)
+    def trace(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if LazyTensor in types:
+            raise UnsupportedError(
+                f"{func} on a lazy tensor is traced by make_fx (torch.func.linearize, "
+                "torch.export), whose graph would keep this batch's values for good. Make the "
+                "tensor plain with x.torch() before; torch.func.jvp and torch.compile take lazy "
+                "ones"
+            )
+        return original(self, func, types, args, kwargs)
+
+    Tracer.__torch_dispatch__ = trace  # type: ignore[method-assign]
 
 
 def _quick_rules() -> None:

@@ -9,13 +9,14 @@ from conftest import DEVICE
 from helpers import SLICES, plain, rows, run_python
 from program_generator import default_dtype
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import koila
-from koila import _core, lazy
+from koila import UnsupportedError, _core, lazy
 
 B = 6
 
@@ -392,3 +393,15 @@ def test_the_first_state_of_a_recurrent_layer_is_seen_by_modes(kind):
         watched = koila.run(layer(koila.lazy(x))[0])
     assert seen.calls.count(torch.ops.aten.new_zeros.default) == (2 if kind is torch.nn.LSTM else 1)
     assert torch.equal(alone, watched) and torch.equal(alone, expected)
+
+
+@pytest.mark.parametrize("where", ["outside", "argument"])
+@pytest.mark.parametrize("trace", ["linearize", "make_fx"])
+def test_a_tracer_that_would_keep_the_batch_for_good_is_refused(trace, where):
+    """Its graph took lazy tensors for constants, and gave what the first call had, or garbage."""
+    w, x = torch.randn(4, 3), torch.randn(B, 4)
+    batch = lazy(x)
+    f, at = (lambda w: (batch @ w).tanh(), w) if where == "outside" else (lambda x: x @ w, batch)
+    with pytest.raises(UnsupportedError, match=r"aten\..* is traced by make_fx .*x\.torch\(\)"):
+        make_fx(f)(at) if trace == "make_fx" else torch.func.linearize(f, at)
+    assert torch.equal(plain(make_fx(lambda x: x @ w)(x)(batch)), x @ w)
