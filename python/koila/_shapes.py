@@ -344,8 +344,9 @@ _states_on_the_host = {aten._scaled_dot_product_efficient_attention.default}
 _norm_backward = aten.native_batch_norm_backward.default
 # The CPU's kernels lay result 0 out in the memory format that this input suggests, contiguous where
 # it suggests none. The shape functions follow any strides (batch norm), or forget channels_last
-# (torch 2.14's group norm).
+# (unpooling, torch 2.14's group norm).
 _laid_out_as = {
+    aten.max_unpool2d.default: 0,
     aten.native_group_norm.default: 0,
     aten.native_batch_norm.default: 0,
     aten._native_batch_norm_legit.default: 0,

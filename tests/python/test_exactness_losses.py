@@ -4,7 +4,7 @@ unevenly the counted entries lie."""
 import koila
 import pytest
 import torch
-from helpers import ONE, SLICES, WHOLE, compare
+from helpers import ONE, SLICES, WHOLE, compare, plain
 from torch import nn
 from torch.nn import functional as F
 from zoo import B
@@ -466,3 +466,12 @@ def test_gradients_are_laid_out_as_kernels_make_them(name):
         LAID_OUT[name],
         tol_whole=1e-12,
     )
+
+
+def test_unpooling_is_laid_out_as_its_input():
+    pooled = F.max_pool2d(torch.randn(B, 4, 6, 6), 2, return_indices=True)
+    last = [t.to(memory_format=torch.channels_last) for t in pooled]
+    for inputs in (pooled, last):
+        expected, got = F.max_unpool2d(*inputs, 2), F.max_unpool2d(*koila.lazy(*inputs), 2)
+        assert got.stride() == expected.stride() == plain(got).stride()
+        assert torch.equal(plain(got), expected)
