@@ -803,6 +803,17 @@ def test_10_statistics_that_cannot_be_computed_any_more_say_so():
     del loss
 
 
+def test_10_a_value_whose_state_was_written_twice_says_so():
+    """The first write meets no lazy tensor and is not seen; the second one finds other contents."""
+    center, w = torch.ones(5, dtype=D), torch.ones(5, dtype=D, requires_grad=True)
+    x, _ = lazy(*xy())
+    loss = ((x - center) * w).square().sum()
+    center.mul_(0.9).add_(x.mean(0))
+    with pytest.raises(koila.StaleValueError, match=r"written since .*\(in place, by op"):
+        loss.backward()
+    assert w.grad is None
+
+
 # ---- 11. several values before backward
 
 

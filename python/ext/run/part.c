@@ -226,7 +226,10 @@ int koila__part_check_versions(koila__tape *t, const koila__part *p)
             return -1;
         if (now == t->values[v].version)
             continue;
-        snprintf(how, sizeof how, "version %u, recorded at %u", now, t->values[v].version);
+        if (t->values[v].version == UINT32_MAX) /* see koila__tape_set_real() */
+            snprintf(how, sizeof how, "in place, by operators that met no lazy tensor, at first");
+        else
+            snprintf(how, sizeof how, "version %u, recorded at %u", now, t->values[v].version);
         return raise_stale_leaf(t, v, how);
     }
     const koila_value v =
