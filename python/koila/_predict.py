@@ -156,6 +156,10 @@ def plan(
         True
     """
     refuse_when_off("plan()")
+    if not callable(step):
+        raise ValueError(f"plan(step): expected a function, got {type(step).__name__}")
+    if not inputs:
+        raise ValueError("plan(step): expected the step's batch after it, got no inputs")
     profile = _profile_of(device)
     if micro_batch is not None and (
         isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1

@@ -407,6 +407,14 @@ def test_a_step_that_does_nothing_is_refused_even_after_one_that_did(case):
         koila.plan(lambda a, b: 3, x, y)
 
 
+def test_a_step_that_is_no_function_and_a_batch_that_is_missing_are_told_as_such(case):
+    model, x, y = case
+    with pytest.raises(ValueError, match=r"plan\(step\): expected a function, got Tensor"):
+        koila.plan(x, step_of(model))
+    with pytest.raises(ValueError, match=r"plan\(step\): expected the step's batch"):
+        koila.plan(step_of(model))
+
+
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.5, "7"])
 def test_a_wrong_micro_batch_is_refused(case, wrong):
     model, x, y = case
