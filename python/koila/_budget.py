@@ -441,10 +441,10 @@ class compile(_Setting):
     slices run as they do without it, and torch keeps it on disk for other processes. Under
     `torch.use_deterministic_algorithms(True)` nothing is compiled.
 
-    A loop stays as it is where slices differ from each other (dropout, other random numbers) or
-    call modules as they are (`opaque()`, compiled ones), and where Inductor cannot take it. One
-    that raises, is slower than without, or needs more memory than there is, is given up. The log
-    tells why (INFO), and `last_plan().loops` which loops ran compiled.
+    Random numbers (dropout) are those of plain PyTorch. A loop stays as it is where slices differ
+    from each other or call modules as they are (`opaque()`, compiled ones), and where Inductor
+    cannot take it. One that raises, is slower than without, or needs more memory than there is, is
+    given up. The log tells why (INFO), and `last_plan().loops` which loops ran compiled.
 
     Args:
         mode: `"on"`: of each step, after its second run; `"auto"`: of steps that repeat, after

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from . import _core
+from ._own_operators import OwnOperator, own_operators
 from ._torch import untyped_storage
 
 _log = logging.getLogger("koila")
@@ -135,6 +136,27 @@ def _traced(body: object) -> _Traced:
         inputs = _core.body_inputs(body)
         trace = make_fx(torch.func.functionalize(walk), select_decomp_table())
         return trace(*inputs), inputs
+
+
+def _draw(node: int, size: list[int], stride: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return _core.body_draw(node)
+
+
+def _fake_draw(node: int, size: list[int], stride: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+@own_operators("CompositeExplicitAutograd")  # no tensor tells the device: all of them
+def _operators() -> list[OwnOperator]:
+    """koila::drawn: what call `node` of the plan draws for the slice whose body runs."""
+    schema = "drawn(int node, int[] size, int[] stride, ScalarType dtype) -> Tensor"
+    return [OwnOperator(schema, _draw, _fake_draw)]
+
+
+def drawn_like(node: int, like: torch.Tensor) -> torch.Tensor:
+    """A random call in the graph of a body, whose numbers are a tensor like this. Called by C."""
+    drawn = _operators().drawn.default
+    return drawn(node, like.size(), like.stride(), like.dtype)  # type: ignore[no-any-return]
 
 
 def _compiled(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> _Function:

@@ -9,6 +9,8 @@ import threading
 
 import pytest
 import torch
+import zoo
+from memory_helpers import installed
 from torch import nn
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -89,8 +91,8 @@ def step(model, loss, batch, lazily=True):
     return [found.detach().clone(), *(p.grad.clone() for p in model.parameters())]
 
 
-def compiled_step(model, loss, batch):
-    with koila.compile("on"), koila.micro_batch(ROWS):
+def compiled_step(model, loss, batch, rows=ROWS):
+    with koila.compile("on"), koila.micro_batch(rows):
         found = step(model, loss, batch)
     assert _compile.wait(120)
     return found
@@ -130,23 +132,160 @@ def test_a_body_that_computes_something_else_is_noticed_by_these_tests(instead):
     assert not are_alike(until_compiled(model, mean, batch()), expected)
 
 
-def dropped(model, x, y):
-    return F.cross_entropy(F.dropout(model(x), 0.5), y)
-
-
 def one_row(model, x, y):
     return model(x)[5].square().sum() + mean(model, x, y)
 
 
-@pytest.mark.parametrize("loss", [dropped, one_row])
-def test_what_differs_from_slice_to_slice_is_not_compiled(instead, loss):
+def test_what_differs_from_slice_to_slice_is_not_compiled(instead):
     model = mlp()
-    torch.manual_seed(2)
-    expected = step(model, loss, batch(), lazily=False)
+    expected = step(model, one_row, batch(), lazily=False)
     for _ in range(4):
-        torch.manual_seed(2)
-        assert are_alike(compiled_step(model, loss, batch()), expected)
+        assert are_alike(compiled_step(model, one_row, batch()), expected)
     assert not koila.last_plan().loops[-1].compiled
+
+
+class Noisy(nn.Module):
+    """Draws with factories, with writes in other orders of memory, and in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        h = self.first(x) + torch.randn(len(x), 16, dtype=x.dtype)
+        h = F.dropout(h.t(), 0.3).t() * torch.rand_like(h)
+        h = F.dropout(h, 0.2, inplace=True) * torch.rand(len(x), 1, dtype=x.dtype).add(0.8).floor()
+        return torch.native_dropout(self.last(h), 0.2, True)[0]
+
+
+def dropped_convolutions():
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 2, 2)),
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.Dropout2d(0.3),
+        nn.Conv2d(4, 4, 3, padding=1),
+        nn.Dropout(0.2),
+        nn.Flatten(),
+        nn.Linear(16, 8),
+        nn.AlphaDropout(0.1),
+    )
+
+
+def gpt2(n_layer=2):
+    return zoo.gpt2(dropout=0.1, n_positions=32, n_embd=16, n_layer=n_layer)
+
+
+def language(rows=13, length=8):
+    torch.manual_seed(1)
+    return torch.randint(0, 31, (rows, length)), torch.randint(0, 31, (rows, length))
+
+
+def language_loss(model, x, y):
+    return F.cross_entropy(model(input_ids=x).logits.flatten(0, 1), y.flatten())
+
+
+DROPPED = {
+    "GPT-2": (gpt2, language_loss, language),
+    "convolutions": (dropped_convolutions, mean, batch),
+    "noise": (Noisy, mean, batch),
+    "batch norm": (
+        lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(), nn.BatchNorm1d(16), nn.Linear(16, 8)),
+        mean,
+        batch,
+    ),
+}
+
+
+def seeded(run, model, loss, data, **how):
+    """What a step finds, and where it leaves the generator."""
+    torch.manual_seed(2)
+    found = run(model, loss, data, **how)
+    return [*found, torch.get_rng_state().double()]
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_compiled_loops_draw_the_numbers_of_plain_torch(instead, name):
+    """With 3 rows the last slice has one row alone, and runs as it was."""
+    make, loss, data = DROPPED[name]
+    torch.manual_seed(0)
+    model = make().double().train()
+    expected = seeded(step, model, loss, data(), lazily=False)
+    for rows in (2, 3, 6):
+        for _ in range(3):  # the first may teach what the next plan needs
+            seeded(compiled_step, model, loss, data(), rows=rows)
+        assert are_alike(seeded(compiled_step, model, loss, data(), rows=rows), expected)
+        assert all(loop.compiled for loop in koila.last_plan().loops)
+
+
+def test_numbers_of_other_rows_are_noticed_by_these_tests(instead, monkeypatch):
+    model, draw = dropped_convolutions().double(), _core.body_draw
+    expected = seeded(step, model, mean, batch(), lazily=False)
+    for fault in (lambda drawn: drawn, lambda drawn: drawn.roll(1, 0)):
+        _core.forget()
+        monkeypatch.setattr(_core, "body_draw", lambda node, fault=fault: fault(draw(node)))
+        for _ in range(3):
+            seeded(compiled_step, model, mean, batch())
+        found = seeded(compiled_step, model, mean, batch())
+        assert koila.last_plan().loops[-1].compiled
+        assert are_alike(found, expected) == torch.equal(fault(torch.eye(2)), torch.eye(2))
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
+@pytest.mark.skipif(not installed(), reason="torch's CPU memory cannot be counted here")
+def test_a_compiled_loop_that_computes_results_again_has_the_same_numbers(monkeypatch):
+    """Without memory for the results of one row. What is drawn is kept, and drawn once."""
+    _core.forget()
+    torch.manual_seed(0)
+    model, data, draw, drawn = gpt2(6).double().train(), language(4, 32), _core.body_draw, []
+    expected = seeded(step, model, language_loss, data, lazily=False)
+    with koila.micro_batch(1):
+        seeded(step, model, language_loss, data)
+    plan = koila.last_plan()
+    room = (plan.measured_peak_bytes - plan.base_bytes) * 8 // 10
+    monkeypatch.setattr(_core, "body_draw", lambda node: (drawn.append(node), draw(node))[1])
+    for _ in range(4):
+        drawn.clear()
+        model.zero_grad()
+        with (
+            koila.compile("on"),
+            koila.axes("batch"),
+            koila.budget(_core.cpu_bytes_current() + room),
+        ):
+            found = seeded(step, model, language_loss, data)
+        assert are_alike(found, expected)
+        assert _compile.wait(300)
+    plan, n_dropouts = koila.last_plan(), 1 + 3 * 6
+    assert all(loop.compiled for loop in plan.loops) and plan.n_recomputed
+    assert abs(plan.predicted_peak_bytes - plan.measured_peak_bytes) <= 0.02 * room
+    assert plan.loops[-1].n_slices == 4 and len(drawn) == 4 * n_dropouts
+
+
+def test_loops_that_run_calls_of_one_before_draw_the_same_numbers(instead, monkeypatch):
+    """The batch norm's statistics are made in a loop of their own, and its input in each."""
+    norm = nn.BatchNorm1d(256), nn.GELU(), nn.Linear(256, 8)
+    model = nn.Sequential(nn.Linear(8, 256), nn.Dropout(), *norm).double()
+    data, draw, drawn = batch(64), _core.body_draw, []
+
+    def noted(node):
+        drawn.append(draw(node))
+        return drawn[-1].clone()
+
+    monkeypatch.setattr(_core, "body_draw", noted)
+    expected = seeded(step, model, mean, data, lazily=False)
+    for _ in range(4):
+        drawn.clear()
+        assert are_alike(seeded(compiled_step, model, mean, data), expected)
+    n = len(data[0]) // ROWS
+    assert len(drawn) == 3 * n
+    for i in range(n):
+        assert torch.equal(drawn[i], drawn[n + i]) and torch.equal(drawn[i], drawn[2 * n + i])
+
+
+def test_nobody_draws_where_no_loop_runs():
+    with pytest.raises(RuntimeError, match="a loop that does not run"):
+        _core.body_draw(0)
 
 
 def test_a_body_that_ran_out_of_memory_is_tried_again_where_there_is_an_eighth_more(instead):
@@ -461,16 +600,20 @@ def wide_mlp():
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
-@pytest.mark.parametrize("make", [wide_mlp, convolutions])
+@pytest.mark.parametrize("make", [wide_mlp, convolutions, dropped_convolutions, gpt2])
 def test_inductors_loops_are_exact_and_their_memory_is_predicted(make):
     torch.manual_seed(0)
-    model = make().double()
-    expected = step(model, mean, batch(), lazily=False)
-    until_compiled(model, mean, batch())
-    assert are_alike(compiled_step(model, mean, batch()), expected)
+    model = make().double().train()
+    loss, data = (language_loss, language()) if make is gpt2 else (mean, batch())
+    expected = seeded(step, model, loss, data, lazily=False)
+    for _ in range(3):
+        seeded(compiled_step, model, loss, data)
+    assert are_alike(seeded(compiled_step, model, loss, data), expected)
     plan = koila.last_plan()
     assert all(loop.compiled for loop in plan.loops)
-    assert plan.predicted_peak_bytes == plan.measured_peak_bytes
+    most_off = 0 if make in (wide_mlp, convolutions) else 0.01  # the model is tiny
+    off = abs(plan.predicted_peak_bytes - plan.measured_peak_bytes)
+    assert off <= most_off * plan.measured_peak_bytes
 
 
 @pytest.mark.parametrize("whose", ["a compiled function", "a module"])

@@ -156,6 +156,34 @@ static int collect(exec *x, const koila_stage *st, PyObject *results)
     return status;
 }
 
+static _Thread_local exec *running; /* whose body this thread runs; NULL: none */
+
+PyObject *koila__body_draw(koila_node n)
+{
+    if (!running || n >= koila_graph_n_nodes(running->g)) {
+        PyErr_SetString(PyExc_RuntimeError, "koila: random numbers of a loop that does not run");
+        return NULL;
+    }
+    const koila_value v = koila_node_get(running->g, n).first_output;
+    const int drawn = koila__exec_prepare_random(running, n, true);
+    PyObject *numbers = drawn == 1 ? running->local[v] : NULL;
+    if (numbers)
+        running->local[v] = NULL;
+    else if (drawn >= 0)
+        PyErr_SetString(PyExc_SystemError, "koila: a random call of a body drew nothing");
+    return numbers;
+}
+
+/* Calls `function` with the list `inputs`, which it may empty. */
+static PyObject *call_body(exec *x, PyObject *function, PyObject *inputs)
+{
+    exec *before = running;
+    running = x;
+    PyObject *results = PyObject_CallOneArg(function, inputs);
+    running = before;
+    return results;
+}
+
 int koila__body_run(exec *x, uint32_t stage)
 {
     const koila_stage *st = koila_plan_stage(x->plan, stage);
@@ -164,7 +192,7 @@ int koila__body_run(exec *x, uint32_t stage)
     PyObject *inputs = function ? inputs_of(x, st, b) : NULL;
     if (!function) /* another thread's run has dropped it meanwhile */
         PyErr_SetString(PyExc_RuntimeError, "koila: the body of a loop is gone");
-    PyObject *results = inputs ? PyObject_CallOneArg(function, inputs) : NULL;
+    PyObject *results = inputs ? call_body(x, function, inputs) : NULL;
     Py_XDECREF(inputs);
     Py_XDECREF(function);
     int status = results ? collect(x, st, results) : -1;

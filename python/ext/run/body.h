@@ -32,6 +32,9 @@ PyObject *koila__body_new_sum(const exec *x, koila_value v);
 int koila__body_append(PyObject *list, PyObject *o);
 /* The next of a list of inputs or results, new; NULL: there is none, with an exception. */
 PyObject *koila__body_next(PyObject *list, Py_ssize_t *at);
+/* What random call n draws for the slice whose body this thread runs: new; NULL with an exception.
+ * As in the walk, from the state that was recorded for the call. */
+PyObject *koila__body_draw(koila_node n);
 /* KOILA__COMPILE_...; OFF too where the last bits of a sum must not depend on the clock: on when a
  * function is there, and whether it is faster. */
 int koila__body_mode(const cached *c);

@@ -4,8 +4,13 @@
  * a thread of its own, gives what it saw to Inductor, and answers with what comes back (body_is).
  *
  * A loop has no body where a slice is not like the other ones (pieces, calls that depend on where
- * the slice begins, one slice), or where it does what a graph of operators cannot tell: random
- * numbers, modules that run as they are, ranks, rows that are steps of their own.
+ * the slice begins, one slice), or where it does what a graph of operators cannot tell: modules
+ * that run as they are, ranks, rows that are steps of their own.
+ *
+ * Random numbers are koila's own in a body too: each call that draws is an operator of the graph,
+ * koila::drawn, which Inductor calls as it is, and which draws what the walk would (body.c). Its
+ * place in the graph is free, for what it draws depends on no other call: on the state that was
+ * recorded for it, and on the rows of the slice.
  */
 #include "run/body.h"
 
@@ -36,14 +41,33 @@ static bool is_adapted_alike(const koila_plan *p, koila_node n, int32_t link, in
     return true;
 }
 
-/* Is the call one that Inductor may have, and the same in each full slice? */
+static const koila_sig_info *sig_of(const koila_plan *p, koila_node n)
+{
+    return koila_sig_get(koila__table, koila_node_get(koila_plan_graph(p), n).sig);
+}
+
+/* Does the call draw random numbers? */
+static bool is_random(const koila_plan *p, koila_node n)
+{
+    return koila_op_flags(koila__table, sig_of(p, n)->op) & KOILA_OP_RANDOM;
+}
+
+/* Can random call n be koila::drawn? It reads no tensor then (Note [Random] in place.h). */
+static bool may_be_drawn(const koila_plan *p, koila_node n)
+{
+    const koila_value v = koila_node_get(koila_plan_graph(p), n).first_output;
+    return sig_of(p, n)->n_outputs == 1 && koila_plan_share(p, v).kind == KOILA_SHARE_SLICE;
+}
+
+/* Is the call one that a body may have, and the same in each full slice? */
 static bool may_compile(const koila_plan *p, koila_node n, int64_t rows)
 {
-    const koila_graph *g = koila_plan_graph(p);
-    const koila_sig_info *s = koila_sig_get(koila__table, koila_node_get(g, n).sig);
-    if (koila_op_flags(koila__table, s->op) & (KOILA_OP_RANDOM | KOILA_OP_OPAQUE) ||
+    const koila_sig_info *s = sig_of(p, n);
+    if (koila_op_flags(koila__table, s->op) & KOILA_OP_OPAQUE ||
         koila_op_facts(koila__table, s->op) & (KOILA_FACT_OPAQUE_CALL | KOILA_FACT_OFFLOADS))
         return false;
+    if (is_random(p, n))
+        return may_be_drawn(p, n);
     int32_t n_links = 0;
     for (uint32_t w = 0; w < s->n_writes; w++)
         n_links += (int32_t)s->writes[w].n_links;
@@ -92,9 +116,9 @@ static int find_wholes(const koila_plan *p, const koila_stage *st, koila__body *
         if (st->instrs[i].kind != KOILA_DO_RUN)
             continue;
         const koila_node n = st->instrs[i].id;
-        const koila_sig_info *s = koila_sig_get(koila__table, koila_node_get(g, n).sig);
+        const koila_sig_info *s = sig_of(p, n);
         const koila_value out = koila_node_get(g, n).first_output;
-        for (uint32_t k = 0; k < s->n_inputs; k++) {
+        for (uint32_t k = 0; k < s->n_inputs && !is_random(p, n); k++) {
             const koila_value v = koila_node_inputs(g, n)[k];
             if (met[v] || koila_plan_need(p, n, k).kind != KOILA_SHARE_WHOLE)
                 continue;
@@ -179,8 +203,8 @@ static PyObject *like_recorded(const exec *x, koila_value v)
     return t;
 }
 
-/* What a slice fetches. */
-static PyObject *like_fetched(const exec *x, koila_value v)
+/* A tensor like the rows of v that a slice fetches or draws. */
+static PyObject *like_rows(const exec *x, koila_value v)
 {
     const koila_share s = koila_plan_share(x->plan, v);
     return koila__torch_empty(koila__exec_meta(x, v), (int32_t)s.dim,
@@ -206,7 +230,7 @@ static int add_inputs(exec *x, const koila_stage *st, const koila__body *b, PyOb
         const koila_instr *in = &st->instrs[i];
         if (in->kind == KOILA_DO_SLICE && koila__body_append(list, like_slice(x, in)) < 0)
             return -1;
-        if (in->kind == KOILA_DO_FETCH && koila__body_append(list, like_fetched(x, in->id)) < 0)
+        if (in->kind == KOILA_DO_FETCH && koila__body_append(list, like_rows(x, in->id)) < 0)
             return -1;
     }
     for (uint32_t i = 0; i < st->n_instrs; i++)
@@ -244,13 +268,26 @@ static PyObject *as_now(const exec *x, const koila_instr *in)
     return PyObject_CallFunctionObjArgs(koila__torch.clone, t, NULL);
 }
 
+/* A random call becomes an operator that will draw. */
+static int walk_random(exec *x, koila_node n)
+{
+    const koila_value v = koila_node_get(x->g, n).first_output;
+    PyObject *like = like_rows(x, v);
+    PyObject *module = like ? PyImport_ImportModule("koila._compile") : NULL;
+    if (module)
+        x->local[v] = PyObject_CallMethod(module, "drawn_like", "IO", (unsigned)n, like);
+    Py_XDECREF(module);
+    Py_XDECREF(like);
+    return x->local[v] ? 0 : -1;
+}
+
 static int walk_instr(exec *x, const koila_instr *in, PyObject *inputs, Py_ssize_t *at,
                       Py_ssize_t *sum, PyObject *results)
 {
     PyObject *done;
     switch ((koila_instr_kind)in->kind) {
     case KOILA_DO_RUN:
-        return koila__exec_node(x, in, true);
+        return is_random(x->plan, in->id) ? walk_random(x, in->id) : koila__exec_node(x, in, true);
     case KOILA_DO_SLICE:
     case KOILA_DO_FETCH:
         Py_XSETREF(x->local[in->id], koila__body_next(inputs, at));
@@ -325,6 +362,13 @@ static PyObject *py_body_is(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *py_body_draw(PyObject *self, PyObject *node)
+{
+    (void)self;
+    const unsigned long n = PyLong_AsUnsignedLong(node);
+    return PyErr_Occurred() ? NULL : koila__body_draw((koila_node)n);
+}
+
 /* ---- when it is asked for */
 
 /* New: a list of what koila._compile needs of the loops that may be compiled. */
@@ -384,6 +428,9 @@ static PyMethodDef methods[] = {
     { "body_is", py_body_is, METH_VARARGS,
       "body_is(body, function): full slices call function(inputs) from now on. None: there is "
       "none." },
+    { "body_draw", py_body_draw, METH_O,
+      "body_draw(node): what that call of the plan draws for the slice whose body this thread "
+      "runs." },
     { NULL, NULL, 0, NULL },
 };
 
