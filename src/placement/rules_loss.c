@@ -336,8 +336,20 @@ static bool reads_p(const koila__case *c, uint32_t except)
     return false;
 }
 
+/* The total weight is read for a mean only: else that of the slice will do. */
+static void need_total(koila__case *c, uint32_t total, int64_t reduction)
+{
+    const bool is_local = reduction != MEAN && total < 32 && koila__is_p(c->in[total]);
+    if (!is_local) {
+        koila__need_r(c, total);
+        return;
+    }
+    c->need[total] = c->in[total];
+    c->unread |= 1u << total;
+}
+
 /* nll_loss_backward(grad, x, target, weight?, reduction, ignore_index, total_weight) -> gx: with
- * the whole total weight it works on a slice */
+ * the whole total weight, where it reads that, it works on a slice */
 bool koila__rule_nll_loss_backward(koila__case *c)
 {
     int64_t reduction;
@@ -365,7 +377,7 @@ bool koila__rule_nll_loss_backward(koila__case *c)
         return false;
     if (weight != KOILA_NONE)
         koila__need_r(c, weight);
-    koila__need_r(c, total);
+    need_total(c, total, reduction);
     c->out[0] = px;
     return koila__fits(c, px, c->out_meta[0]);
 }

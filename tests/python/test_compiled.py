@@ -576,3 +576,47 @@ def test_inductors_kernels_run_on_slices_and_their_memory_is_predicted():
     assert plan.n_micro_batches == 3
     assert abs(plan.predicted_peak_bytes / plan.measured_peak_bytes - 1) <= 0.02
     torch._dynamo.reset()
+
+
+def scores(loss):
+    """Such a loss, of classes that depend on the rows."""
+
+    def of(out, y):
+        return loss(out[:, :8], y.abs().argmax(1) % 8)
+
+    return of
+
+
+def sums_of_rows(out, y):
+    return F.cross_entropy(out, y, reduction="none").sum() / 100
+
+
+LOSSES = {
+    "a function": lambda f: scores(f(lambda out, y: F.cross_entropy(out, y))),
+    "no label": lambda f: scores(f(lambda out, y: F.cross_entropy(out, y, ignore_index=3))),
+    "rows": lambda f: scores(f(sums_of_rows)),
+    "a module": lambda f: scores(f(nn.CrossEntropyLoss())),
+    "weights": lambda f: scores(f(nn.CrossEntropyLoss(torch.arange(1.0, 9).double()))),
+    "a sum": lambda f: scores(f(nn.CrossEntropyLoss(reduction="sum"))),
+    "squares": lambda f: f(nn.MSELoss()),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_compiled_loss_beside_a_compiled_module_is_that_of_all_rows(name):
+    """Where the last slice is a smaller one too. The module's forward runs once a slice."""
+    model = mlp()
+    compiled = torch.compile(model, backend="eager")
+    plain, loss = (
+        LOSSES[name](lambda f: f),
+        LOSSES[name](lambda f: torch.compile(f, backend="eager")),
+    )
+    for rows in (12, 10):
+        x, y = batch(rows)
+        expected = gradients(model, lambda x=x, y=y: plain(model(x), y))
+        for _ in range(2):
+            with koila.micro_batch(4):
+                a, b = lazy(x, y)
+                assert_alike(gradients(model, lambda a=a, b=b: loss(compiled(a), b)), expected)
+            plan = koila.last_plan()
+            assert plan.loops[-1].n_slices == 3 and plan.replay_ratio < 1.1, "labels alone"

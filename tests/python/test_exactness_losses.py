@@ -475,3 +475,25 @@ def test_unpooling_is_laid_out_as_its_input():
         expected, got = F.max_unpool2d(*inputs, 2), F.max_unpool2d(*koila.lazy(*inputs), 2)
         assert got.stride() == expected.stride() == plain(got).stride()
         assert torch.equal(plain(got), expected)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_loss_that_is_no_mean_needs_no_total_weight_before_its_backward(reduction, weighted):
+    """Its operator has it as an argument, which it does not read: nothing runs twice for it."""
+    torch.manual_seed(0)
+    model, weight = table(), torch.rand(C, dtype=D) if weighted else None
+
+    def gradients(v, y):
+        model.zero_grad()
+        loss = F.cross_entropy(model(v), y, weight, reduction=reduction, ignore_index=1)
+        loss.sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    given = x(), labels()
+    expected = gradients(*given)
+    for rows in (1, 3):
+        with koila.micro_batch(rows):
+            found = gradients(*koila.lazy(*given))
+        assert all(torch.allclose(f, e, 1e-12, 1e-14) for f, e in zip(found, expected, strict=True))
+        assert len(koila.last_plan().loops) == 1 and koila.last_plan().replay_ratio == 1
