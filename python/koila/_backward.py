@@ -428,9 +428,7 @@ def _backward(depth: _Depth, call: _Call, inputs: Sequence[Any], kwargs: dict[st
     somebody else holds too."""
     known = None if inputs else _known_at_once(depth, call)
     if known is not None:
-        targets, wanted = known
-        del known
-        _run_and_hand_over(depth, call, targets, wanted, wanted or _lazies(call.outputs))
+        _run_known(depth, call, *known)
         return
     if inputs:
         leaves, reentrant = [i for i in inputs if isinstance(i, torch.Tensor)], False
@@ -453,7 +451,7 @@ def _backward(depth: _Depth, call: _Call, inputs: Sequence[Any], kwargs: dict[st
 
 def _known_at_once(
     depth: _Depth, call: _Call
-) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+) -> tuple[list[torch.Tensor], _core.KnownGradients] | None:
     """Pass 1 of a backward that was recorded before, without a look at each leaf: (real leaves,
     their gradients). None: it is recorded as any other."""
     if depth.level or _core.is_planning():
@@ -464,6 +462,28 @@ def _known_at_once(
     except BaseException as e:
         _sharded.withdraw(call.outputs, e)
         raise
+
+
+def _run_known(
+    depth: _Depth, call: _Call, targets: list[torch.Tensor], known: _core.KnownGradients
+) -> None:
+    """Steps 2 and 3 of a backward that was recorded before."""
+    step, gradients = _core.run_known(known, not call.retain)
+    try:
+        _accumulate(depth, call, targets, gradients)
+    except BaseException:
+        if not call.retain:
+            _core.finish_step(step, False)
+        raise
+    if not call.retain:
+        _core.finish_step(step, True)
+
+
+def _accumulate(
+    depth: _Depth, call: _Call, targets: list[torch.Tensor], gradients: list[torch.Tensor]
+) -> None:
+    if not _set_at_once(depth, call, targets, gradients):
+        _hand_over(depth, targets, gradients, call.create)
 
 
 def _run_and_hand_over(
@@ -485,9 +505,7 @@ def _run_and_hand_over(
             lazies.clear()
         _let_go(wanted)
         if targets:
-            gradients = _computed(wanted, call.create)
-            if not _set_at_once(depth, call, targets, gradients):
-                _hand_over(depth, targets, gradients, call.create)
+            _accumulate(depth, call, targets, _computed(wanted, call.create))
         else:
             _computed(wanted, call.create)
     except BaseException:

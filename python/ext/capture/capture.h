@@ -222,6 +222,14 @@ void koila__tape_leave(koila__tape *t);
 bool koila__tape_is_busy(const koila__tape *t); /* is another thread in it? */
 
 /* ---- known_backward.c: functions of the module */
+/* What the leaves of a known backward get, in its tape, to be run (run_module.c). */
+typedef struct koila__known_gradients {
+    PyObject_HEAD
+    koila__tape *tape;  /* owned */
+    koila_value *value; /* owned [2 * n]: each gradient, and the base of its storage */
+    uint32_t n;         /* not 0 */
+} koila__known_gradients;
+extern PyTypeObject koila__known_gradients_type;
 int koila__known_backward_add(PyObject *m);
 
 /* ---- whose.c */

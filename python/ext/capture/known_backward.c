@@ -28,6 +28,8 @@
 #include "ground/accumulate.h"
 #include "ground/backward_form.h"
 
+#include <structmember.h> /* T_UINT */
+
 /* One view between the storage of a gradient and the gradient. */
 typedef struct view {
     koila_link link;
@@ -376,18 +378,66 @@ static PyObject *wrap_all(koila__tape *t, const known *k)
     return r;
 }
 
-/* The gradients of the leaves, with the nodes that make them in t. saved: what plain nodes saved in
- * this step, or NULL. NULL without an error: a tensor was written. */
-static PyObject *copy(koila__tape *t, const known *k, const koila__nodes *nodes, PyObject *saved)
+/* The nodes that make the gradients into t. saved: what plain nodes saved in this step, or NULL. 1;
+ * 0: a tensor was written; -1 + error */
+static int copy(koila__tape *t, const known *k, PyObject *saved)
 {
     const int unwritten = are_unwritten(t, k);
-    if (unwritten <= 0 || copy_nodes(t, k, saved) < 0)
-        return NULL;
-    PyObject *r = wrap_all(t, k);
-    if (r && !(k->q.mode >> 8))
+    return unwritten > 0 && copy_nodes(t, k, saved) < 0 ? -1 : unwritten;
+}
+
+/* The backward is over, but for its run. */
+static void copied(const known *k, const koila__nodes *nodes)
+{
+    if (!(k->q.mode >> 8))
         koila__form_release(nodes);
-    n_copied += r != NULL;
-    return r;
+    n_copied++;
+}
+
+static void gradients_dealloc(koila__known_gradients *g)
+{
+    PyMem_Free(g->value);
+    Py_XDECREF((PyObject *)g->tape);
+    PyObject_Free(g);
+}
+
+static PyMemberDef gradients_members[] = {
+    { "n", T_UINT, offsetof(koila__known_gradients, n), READONLY, "how many there are" },
+    { 0 },
+};
+
+PyTypeObject koila__known_gradients_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "koila._core.KnownGradients",
+    .tp_basicsize = sizeof(koila__known_gradients),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_dealloc = (destructor)gradients_dealloc,
+    .tp_members = gradients_members,
+    .tp_doc = "Gradients of a backward that was recorded before, which no tensor stands for.",
+};
+
+/* Those of the leaves that have one. */
+static koila__known_gradients *gradients_new(koila__tape *t, const known *k)
+{
+    koila__known_gradients *g = PyObject_New(koila__known_gradients, &koila__known_gradients_type);
+    if (!g)
+        return NULL;
+    g->tape = (koila__tape *)Py_NewRef((PyObject *)t);
+    g->n = 0;
+    g->value = PyMem_Malloc((2u * k->q.n_leaves + 1) * sizeof *g->value);
+    if (!g->value) {
+        Py_DECREF(g);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (uint32_t i = 0; i < k->q.n_leaves; i++) {
+        const gradient *of = &k->gradients[i];
+        if (of->base == KOILA_NONE)
+            continue;
+        g->value[2 * g->n] = of->n_views ? of->views[of->n_views - 1].value : of->base;
+        g->value[2 * g->n + 1] = of->base;
+        g->n++;
+    }
+    return g;
 }
 
 /* ---- remembering */
@@ -687,7 +737,9 @@ static PyObject *copy_of(koila__tape *t, known *same, const known *k, const koil
 {
     same->refs++; /* Python may run, and others be remembered */
     same->used = ++clock_of_uses;
-    PyObject *r = copy(t, same, nodes, k->saved);
+    PyObject *r = copy(t, same, k->saved) > 0 ? wrap_all(t, same) : NULL;
+    if (r)
+        copied(same, nodes);
     known_release(same);
     return r;
 }
@@ -747,14 +799,38 @@ static PyObject *answer(koila__tape *t, PyObject *outputs, PyObject *gradients, 
 }
 
 /* Takes the leaves out that have no gradient. */
-static int drop_absent(PyObject *leaves, PyObject *gradients)
+static int drop_absent(PyObject *leaves, const known *k)
 {
-    for (Py_ssize_t i = PyList_GET_SIZE(gradients); i-- > 0;)
-        if (PyList_GET_ITEM(gradients, i) == Py_None &&
-            (PyList_SetSlice(gradients, i, i + 1, NULL) < 0 ||
-             PyList_SetSlice(leaves, i, i + 1, NULL) < 0))
+    for (Py_ssize_t i = k->q.n_leaves; i-- > 0;)
+        if (k->gradients[i].base == KOILA_NONE && PyList_SetSlice(leaves, i, i + 1, NULL) < 0)
             return -1;
     return 0;
+}
+
+static bool has_gradients(const known *k)
+{
+    for (uint32_t i = 0; i < k->q.n_leaves; i++)
+        if (k->gradients[i].base != KOILA_NONE)
+            return true;
+    return false;
+}
+
+/* (leaves, gradients) that `same` gives; leaves without one are taken out of the list. NULL without
+ * an error: a tensor was written. */
+static PyObject *copy_at_once(koila__tape *t, known *same, const known *k,
+                              const koila__nodes *nodes, PyObject *leaves)
+{
+    same->refs++; /* Python may run, and others be remembered */
+    same->used = ++clock_of_uses;
+    koila__known_gradients *g = copy(t, same, k->saved) > 0 ? gradients_new(t, same) : NULL;
+    PyObject *r = NULL;
+    if (g && drop_absent(leaves, same) == 0)
+        r = PyTuple_Pack(2, leaves, (PyObject *)g);
+    if (r)
+        copied(same, nodes);
+    Py_XDECREF((PyObject *)g);
+    known_release(same);
+    return r;
 }
 
 /* answer() of a backward to all leaves, where it is known: (leaves, gradients). Else None, and
@@ -770,11 +846,9 @@ static PyObject *answer_at_once(koila__tape *t, PyObject *outputs, PyObject *gra
     known *same;
     PyObject *leaves = NULL;
     (void)look_up(k, t, outputs, gradients, &leaves, retain, &nodes, &same);
-    PyObject *given = same ? copy_of(t, same, k, &nodes) : NULL;
     PyObject *r = NULL;
-    if (given && drop_absent(leaves, given) == 0)
-        r = PyTuple_Pack(2, leaves, given);
-    Py_XDECREF(given);
+    if (same && has_gradients(same))
+        r = copy_at_once(t, same, k, &nodes, leaves);
     Py_XDECREF(leaves);
     koila__nodes_free(&nodes);
     known_release(k);
@@ -884,9 +958,9 @@ static PyMethodDef methods[] = {
       "a backward that was recorded before, as a list; what backward_remember() takes; or None: "
       "it cannot be known" },
     { "backward_at_once", py_at_once, METH_VARARGS,
-      "backward_at_once((output, ...), (its gradient, ...), retain) -> ([leaf, ...], [gradient, "
-      "...]) of a backward that was recorded before, where all leaves are plain tensors without "
-      "hooks; else None, and nothing has changed" },
+      "backward_at_once((output, ...), (its gradient, ...), retain) -> ([leaf, ...], what "
+      "run_known() takes) of a backward that was recorded before, where all leaves are plain "
+      "tensors without hooks; else None, and nothing has changed" },
     { "backward_remember", py_remember, METH_VARARGS,
       "backward_remember(what backward_known() gave, gradients of the leaves)" },
     { "saved_hooks", py_saved_hooks, METH_O,
@@ -904,7 +978,7 @@ static PyMethodDef methods[] = {
 
 int koila__known_backward_add(PyObject *m)
 {
-    if (PyType_Ready(&pending_type) < 0)
+    if (PyType_Ready(&pending_type) < 0 || PyModule_AddType(m, &koila__known_gradients_type) < 0)
         return -1;
     return PyModule_AddFunctions(m, methods);
 }

@@ -170,8 +170,36 @@ fail:
     return NULL;
 }
 
-/* run_all(lazies, commit) -> None: a backward makes all of them concrete in one run, and what else
- * the user holds; commit also writes the effects and closes the tape. */
+/* A backward makes values[n] concrete in one run, and what else the user holds. */
+static int run_backward(koila__tape *t, const koila_value *values, uint32_t n, bool commit)
+{
+    enum { FEW_HELD = 64 };
+    koila_value few[FEW_HELD], *held = few;
+    uint32_t cap = FEW_HELD, n_held = koila__tape_held(t, values, n, held, cap);
+    if (n_held > cap) {
+        cap = n_held;
+        held = PyMem_Malloc(cap * sizeof *held);
+        if (!held) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        n_held = koila__tape_held(t, values, n, held, cap);
+    }
+    const koila__wanted w = { .wanted = values,
+                              .n_wanted = n,
+                              .held = held,
+                              .n_held = n_held < cap ? n_held : cap,
+                              .effects = commit,
+                              .later = true,
+                              .asked_by = KOILA__ASKED_BY_BACKWARD };
+    const int status = koila__request(t, &w);
+    if (held != few)
+        PyMem_Free(held);
+    return status;
+}
+
+/* run_all(lazies, commit) -> their tape: a backward makes all of them concrete in one run, and what
+ * else the user holds; commit: the effects follow with finish_step(). */
 static PyObject *py_run_all(PyObject *self, PyObject *args)
 {
     PyObject *list;
@@ -185,26 +213,53 @@ static PyObject *py_run_all(PyObject *self, PyObject *args)
     if (!t)
         return NULL;
     Py_INCREF(t);
-    const uint32_t n_held = koila__tape_held(t, values, n, NULL, 0);
-    koila_value *held = PyMem_Malloc(((size_t)n_held + 1) * sizeof *held);
-    int status = -1;
-    if (held) {
-        const uint32_t n_now = koila__tape_held(t, values, n, held, n_held);
-        const koila__wanted w = { .wanted = values,
-                                  .n_wanted = n,
-                                  .held = held,
-                                  .n_held = n_now < n_held ? n_now : n_held,
-                                  .effects = commit,
-                                  .later = true,
-                                  .asked_by = KOILA__ASKED_BY_BACKWARD };
-        status = koila__request(t, &w);
-    } else
-        PyErr_NoMemory();
+    const int status = run_backward(t, values, n, commit);
     PyMem_Free(values);
-    PyMem_Free(held);
     if (status < 0)
         Py_CLEAR(t);
     return (PyObject *)t;
+}
+
+/* The plain tensors of gradients that were run, which the tape releases: nobody else can ask for
+ * them. -1 + error */
+static int take_known(const koila__known_gradients *g, PyObject *out)
+{
+    koila__tape *t = g->tape;
+    for (uint32_t i = 0; i < g->n; i++) {
+        PyObject *real = t->values[g->value[2 * i]].real;
+        if (!real) {
+            PyErr_SetString(PyExc_SystemError, "koila: a gradient was not made");
+            return -1;
+        }
+        PyList_SET_ITEM(out, i, Py_NewRef(real));
+    }
+    for (uint32_t i = 0; i < 2 * g->n; i++)
+        if (!t->values[g->value[i]].n_handles)
+            Py_CLEAR(t->values[g->value[i]].real);
+    return 0;
+}
+
+/* run_known(KnownGradients, commit) -> (their tape, [plain gradient, ...]): as run_all() and
+ * take_all() of the lazy tensors that nobody has made for them. */
+static PyObject *py_run_known(PyObject *self, PyObject *args)
+{
+    koila__known_gradients *g;
+    int commit;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O!p:run_known", &koila__known_gradients_type, &g, &commit))
+        return NULL;
+    koila_value *values = PyMem_Malloc((g->n + 1) * sizeof *values);
+    PyObject *out = PyList_New(g->n);
+    PyObject *r = values && out ? PyTuple_Pack(2, (PyObject *)g->tape, out) : NULL;
+    if (!values)
+        PyErr_NoMemory();
+    for (uint32_t i = 0; i < g->n && r; i++)
+        values[i] = g->value[2 * i];
+    if (r && (run_backward(g->tape, values, g->n, commit) < 0 || take_known(g, out) < 0))
+        Py_CLEAR(r);
+    Py_XDECREF(out);
+    PyMem_Free(values);
+    return r;
 }
 
 /* finish_step(tape, done): after run_all(..., commit). done: its results were handed over, so the
@@ -742,6 +797,9 @@ static PyMethodDef methods[] = {
       "progress_after(seconds) -> seconds: for tests, after how long a run is a long one." },
     { "run_all", py_run_all, METH_VARARGS,
       "run_all(lazies, commit): make them concrete in one run." },
+    { "run_known", py_run_known, METH_VARARGS,
+      "run_known(what backward_at_once() gave, commit) -> (tape, [plain gradient, ...]): computes "
+      "them in one run." },
     { "finish_step", py_finish_step, METH_VARARGS,
       "finish_step(tape, done): commit or drop the effects after run_all(..., True)." },
     { "take_all", py_take_all, METH_O,
