@@ -442,3 +442,42 @@ def test_a_known_backward_taken_at_once_is_that_of_each_leaf_looked_at(kind, mon
 
     (looked, n), (at_once, m) = known_in(lambda: train(True)), known_in(lambda: train(False))
     assert n == m > 0 and len(looked) == len(at_once) and are_equal(looked, at_once)
+
+
+def test_gradients_that_are_one_tensor_are_two_when_they_are_known():
+    def train():
+        _core.backwards_doubted(False)  # forgets all
+        a, b = (nn.Parameter(torch.ones(4, dtype=torch.double)) for _ in range(2))
+        for _ in range(4):
+            a.grad = b.grad = None
+            x = lazy(torch.ones(6, 4, dtype=torch.double))
+            total = x + a + b
+            total.sin().sum().backward()
+        a.grad.zero_()
+        return b.grad, total.torch()
+
+    (b, total), n = known_in(train)
+    assert n == 2 and torch.allclose(b, 6 * torch.full((4,), 3.0, dtype=torch.double).cos())
+    assert torch.equal(total, torch.full((6, 4), 3.0, dtype=torch.double))
+
+
+def test_a_known_backward_that_fails_leaves_no_gradients(monkeypatch):
+    _core.backwards_doubted(False)  # forgets all
+    w = nn.Parameter(torch.ones(4, dtype=torch.double))
+
+    def step():
+        w.grad = None
+        (lazy(torch.ones(6, 4, dtype=torch.double)) * w).sin().sum().backward()
+        return w.grad
+
+    expected = [step() for _ in range(3)][0]
+    with monkeypatch.context() as m:
+
+        def raises(*_):
+            raise ValueError("planted")
+
+        m.setattr(_core, "accumulate", raises)
+        with pytest.raises(ValueError, match="planted"):
+            step()
+    assert w.grad is None
+    assert torch.equal(step(), expected)
