@@ -411,7 +411,11 @@ int koila__direct_call(const koila__direct *d, PyObject *const *inputs, PyObject
     PyThreadState *thread = PyEval_SaveThread();
     const int32_t code = torch_abi.call(d->name, d->overload, stack, torch_abi.version);
     PyEval_RestoreThread(thread);
-    if (code)
+    if (code) { /* if that was Python, its exception may have been left; the call is made again */
+        if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt))
+            return -1;
+        PyErr_Clear();
         return 0;
+    }
     return wrap_results(d, stack, outputs) < 0 ? -1 : 1;
 }
