@@ -24,7 +24,7 @@ import torch
 
 from . import _core
 from ._own_operators import OwnOperator, own_operators
-from ._torch import untyped_storage
+from ._torch import outside_operators, untyped_storage
 
 _log = logging.getLogger("koila")
 _Function = Callable[[list[Any]], Any]
@@ -132,7 +132,7 @@ def _traced(body: object) -> _Traced:
     def walk(*given: torch.Tensor) -> list[torch.Tensor]:
         return _core.body_walk(body, list(given))
 
-    with torch.no_grad(), FakeTensorMode():
+    with outside_operators(), torch.no_grad(), FakeTensorMode():
         inputs = _core.body_inputs(body)
         trace = make_fx(torch.func.functionalize(walk), select_decomp_table())
         return trace(*inputs), inputs

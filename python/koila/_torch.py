@@ -112,6 +112,16 @@ class ModesAside:
         self.back()
 
 
+# What a thread dispatches to that is in no operator: koila is imported by one.
+_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+def outside_operators() -> Any:
+    """A context in which operators are dispatched as a program's are, also where koila runs within
+    one that torch dispatched to it (`.item()`)."""
+    return torch._C._ForceDispatchKeyGuard(*_KEYS)
+
+
 _nothing = nullcontext()
 _SEEN_ABOVE = tuple(
     getattr(torch._C.DispatchKey, k) for k in ("Conjugate", "Negative", "ZeroTensor")

@@ -283,6 +283,17 @@ def test_loops_that_run_calls_of_one_before_draw_the_same_numbers(instead, monke
         assert torch.equal(drawn[i], drawn[n + i]) and torch.equal(drawn[i], drawn[2 * n + i])
 
 
+def test_loops_that_run_for_a_read_are_compiled(instead):
+    """Torch has dispatched `.item()` to koila there, and operators are not a program's."""
+    model, x = mlp(), batch(12)[0]
+    with torch.no_grad(), koila.compile("on"), koila.micro_batch(ROWS):
+        expected = model(x).square().sum().item()
+        for _ in range(4):
+            assert model(lazy(x)).square().sum().item() == pytest.approx(expected, rel=1e-12)
+            _compile.wait()
+    assert instead.n_compiled == 1 and koila.last_plan().loops[0].compiled
+
+
 def test_nobody_draws_where_no_loop_runs():
     with pytest.raises(RuntimeError, match="a loop that does not run"):
         _core.body_draw(0)
