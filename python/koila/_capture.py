@@ -22,7 +22,7 @@ from ._calls import (
     with_strides,
     write_real,
 )
-from ._cells import cell_of
+from ._cells import cell_of, library
 from ._doors import install
 from ._errors import StaleValueError, UnsupportedError
 from ._fingerprint import device_print as device_print
@@ -82,10 +82,8 @@ __all__ = [
     "write_real",
 ]
 
-_LIBRARY = (
-    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-    os.path.dirname(os.path.abspath(__file__)) + os.sep,
-)
+
+_LIBRARY = library()
 
 
 def user_file(filename: str) -> str | None:

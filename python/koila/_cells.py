@@ -1,8 +1,9 @@
-"""Names of notebook cells: `In [3]`, where Python knows a file such as
-/tmp/ipykernel_4711/1234.py."""
+"""Source files as they are told: which are a program's, and names of notebook cells: `In [3]`,
+where Python knows a file such as /tmp/ipykernel_4711/1234.py."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from typing import Any
@@ -31,3 +32,10 @@ def cells_in(text: str) -> str:
 def file_shown(filename: str) -> str:
     """The name under which a source file is shown: of a cell its number."""
     return cell_of(filename) or filename
+
+
+def library() -> tuple[str, ...]:
+    """The folders of koila and, where it is imported, of torch, with a slash at the end. Code there
+    is not a program's, which may lie in a folder of the same name."""
+    files = [__file__, getattr(sys.modules.get("torch"), "__file__", None)]
+    return tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in files if f)

@@ -147,9 +147,17 @@ static const char *file_of(PyCodeObject *code)
     return name && PyUnicode_IS_COMPACT_ASCII(name) ? (const char *)PyUnicode_1BYTE_DATA(name)
                                                     : NULL;
 }
+/* Folders of koila and torch, with a slash at the end; NULL: torch was not imported. Each is set
+ * once, and kept for good. */
+enum { MOST_FOLDERS = 2 };
+static char *library[MOST_FOLDERS];
+
 static bool is_inside(const char *file)
 {
-    return strstr(file, "/torch/") || strstr(file, "/koila/") || file[0] == '<';
+    for (int i = 0; i < MOST_FOLDERS && library[i]; i++)
+        if (strncmp(file, library[i], strlen(library[i])) == 0)
+            return true;
+    return file[0] == '<';
 }
 
 static koila__idset known_sites; /* ids: indices in `sites` */
@@ -236,6 +244,24 @@ uint32_t koila__sites_who_asks(void)
 
 /* ---- Python */
 
+static PyObject *memlab_library(PyObject *self, PyObject *folders)
+{
+    if (!PyTuple_Check(folders)) {
+        PyErr_SetString(PyExc_TypeError, "memlab_library() takes a tuple");
+        return NULL;
+    }
+#if CAN_TRACE
+    for (int i = 0; i < MOST_FOLDERS && i < PyTuple_GET_SIZE(folders); i++) {
+        const char *folder = PyUnicode_AsUTF8(PyTuple_GET_ITEM(folders, i));
+        if (!folder)
+            return NULL;
+        if (!library[i])
+            library[i] = strdup(folder); /* no memory: its frames are told */
+    }
+#endif
+    Py_RETURN_NONE;
+}
+
 static PyObject *memlab_trace(PyObject *self, PyObject *on)
 {
     int want = PyObject_IsTrue(on);
@@ -303,6 +329,8 @@ static PyObject *memlab_blocks(PyObject *self, PyObject *none)
 }
 
 static PyMethodDef methods[] = {
+    { "memlab_library", memlab_library, METH_O,
+      "memlab_library((folder, ...)): code in these folders is no program's." },
     { "memlab_trace", memlab_trace, METH_O,
       "Keep file and line of every CPU allocation from now on. False: not possible here." },
     { "memlab_tracing", memlab_tracing, METH_NOARGS, "Are lines of allocations kept now?" },

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Union
 
-from .. import _core
+from .. import _cells, _core
 from .utils import user_level
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def listen() -> None:
         import torch  # noqa: F401
     except ImportError:
         pass
+    _core.memlab_library(_cells.library())
     _core.memlab_listen()
 
 

@@ -64,11 +64,7 @@ def autopsy(error: BaseException, where: TracebackType | None, top: int) -> str:
     """The text of on_oom."""
     asked = re.search(r"(?:tried to allocate|Tried to allocate) ([0-9.]+ ?\w+)", str(error))
     out = [f"Out of memory: asked for {asked.group(1) if asked else '?'}\n"]
-    user = [
-        f
-        for f in traceback.extract_tb(where)
-        if "/torch/" not in f.filename and "/koila/" not in f.filename
-    ]
+    user = [f for f in traceback.extract_tb(where) if not f.filename.startswith(_cells.library())]
     if user:
         out.append(
             f"at {_cells.file_shown(user[-1].filename)}:{user[-1].lineno}: {user[-1].line or ''}\n"

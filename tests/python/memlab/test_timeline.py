@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import subprocess
 import sys
 import threading
 from functools import partial
@@ -43,6 +44,34 @@ class Block(torch.nn.Module):
 needs_lines = pytest.mark.skipif(
     sys.version_info >= (3, 15), reason="lines of allocations cannot be known on this version"
 )
+
+
+@needs_lines
+@pytest.mark.about_the_cpu("lines of its allocations")
+@pytest.mark.parametrize("folder", ["koila", "torch"])
+def test_a_program_in_a_folder_that_is_called_as_a_library_is_a_program(folder, tmp_path):
+    (tmp_path / folder).mkdir()
+    program = tmp_path / folder / "train.py"
+    program.write_text(
+        """
+import io
+import torch
+from koila.memlab import on_oom, timeline
+
+with timeline() as t:
+    kept = torch.empty(1_000_000)
+    del kept
+print(list(t.by_line())[0].rpartition("/")[2])
+text = io.StringIO()
+try:
+    with on_oom(stream=text):
+        raise RuntimeError("can't allocate memory: you tried to allocate 8 bytes.")
+except RuntimeError:
+    print("train.py:13" in text.getvalue())
+"""
+    )
+    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["train.py:7", "True"]
 
 
 @needs_lines
