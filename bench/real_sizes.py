@@ -1,0 +1,115 @@
+"""Records one training step of models of the sizes that people train, on the meta device, without
+computing it. `build-rel/bench_plan graphs DIR/*.kgraph` then measures how long planning takes.
+
+    python bench/real_sizes.py DIR [model ...]
+
+Each is written with one sample and with two: DIR/gpt2-1.kgraph, DIR/gpt2-2.kgraph, ...
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from torch.nn import functional as F
+
+import koila
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "python"))
+from long_models import deep
+
+GPT2 = dict(n_positions=1024, attn_pdrop=0.0, use_cache=False)
+LAYERS = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12)
+LLAMA = LAYERS | dict(intermediate_size=2048, vocab_size=32000, max_position_embeddings=2048)
+LLAMA |= dict(num_key_value_heads=4, use_cache=False)
+WINDOW = dict(sliding_window=256)
+QWEN2 = dict(use_sliding_window=True, max_window_layers=1)
+T5 = dict(num_layers=6, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False)
+STILL = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+MAMBA = dict(hidden_size=256, num_hidden_layers=4, use_cache=False, use_mambapy=False)
+
+
+def on_meta(kind, config, **settings):
+    with torch.device("meta"):
+        return getattr(transformers, kind)(getattr(transformers, config)(**settings)).train()
+
+
+def numbers(*size):
+    return torch.empty(*size, dtype=torch.long, device="meta")
+
+
+def language(tokens, kind, config, **settings):
+    """Of a decoder: f(samples) -> (step, batch)."""
+
+    def made(samples):
+        model = on_meta(kind, config, **settings)
+
+        def step(ids):
+            logits = model(input_ids=ids).logits
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+        return step, (numbers(samples, tokens),)
+
+    return made
+
+
+def t5(samples):
+    model = on_meta("T5ForConditionalGeneration", "T5Config", **T5)
+    return lambda ids, labels: model(input_ids=ids, labels=labels).loss, (
+        numbers(samples, 512),
+        numbers(samples, 256),
+    )
+
+
+def images(model, size, logits):
+    def made(samples):
+        classifier = model()
+        dtype = next(classifier.parameters()).dtype
+        batch = torch.empty(samples, 3, size, size, dtype=dtype, device="meta")
+        return lambda x, y: F.cross_entropy(logits(classifier(x)), y), (batch, numbers(samples))
+
+    return made
+
+
+def deep_on_meta():
+    with torch.device("meta"):
+        return deep(blocks=24, width=64)
+
+
+def vit():
+    settings = dict(image_size=384, num_labels=1000)
+    return on_meta("ViTForImageClassification", "ViTConfig", **settings, **STILL)
+
+
+MODELS = {
+    "gpt2": language(
+        1024, "GPT2LMHeadModel", "GPT2Config", **GPT2, resid_pdrop=0.0, embd_pdrop=0.0
+    ),
+    "gpt2-dropout": language(1024, "GPT2LMHeadModel", "GPT2Config", **GPT2),
+    "llama": language(2048, "LlamaForCausalLM", "LlamaConfig", **LLAMA),
+    "mistral": language(2048, "MistralForCausalLM", "MistralConfig", **LLAMA, **WINDOW),
+    "qwen2": language(2048, "Qwen2ForCausalLM", "Qwen2Config", **LLAMA, **WINDOW, **QWEN2),
+    "t5": t5,
+    "vit": images(vit, 384, lambda out: out.logits),
+    "mamba": language(256, "MambaForCausalLM", "MambaConfig", **MAMBA),
+    "deep": images(deep_on_meta, 512, lambda out: out),
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("models", nargs="*", default=list(MODELS))
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    for name in given.models:
+        for samples in (1, 2):
+            step, batch = MODELS[name](samples)
+            plan = koila.plan(step, *batch)
+            plan.save(given.folder / f"{name}-{samples}.kgraph")
+            print(f"{name}-{samples}: {plan.predicted_peak_bytes >> 20:,} MiB", flush=True)
+
+
+if __name__ == "__main__":
+    main()
