@@ -449,9 +449,7 @@ def _backward(depth: _Depth, call: _Call, inputs: Sequence[Any], kwargs: dict[st
     _run_and_hand_over(depth, call, targets, wanted, lazies)
 
 
-def _known_at_once(
-    depth: _Depth, call: _Call
-) -> tuple[list[torch.Tensor], _core.KnownGradients] | None:
+def _known_at_once(depth: _Depth, call: _Call) -> tuple[list[torch.Tensor], object] | None:
     """Pass 1 of a backward that was recorded before, without a look at each leaf: (real leaves,
     their gradients). None: it is recorded as any other."""
     if depth.level or _core.is_planning():
@@ -464,9 +462,7 @@ def _known_at_once(
         raise
 
 
-def _run_known(
-    depth: _Depth, call: _Call, targets: list[torch.Tensor], known: _core.KnownGradients
-) -> None:
+def _run_known(depth: _Depth, call: _Call, targets: list[torch.Tensor], known: object) -> None:
     """Steps 2 and 3 of a backward that was recorded before."""
     step, gradients = _core.run_known(known, not call.retain)
     try:

@@ -3,6 +3,7 @@ where Python knows a file such as /tmp/ipykernel_4711/1234.py."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -34,8 +35,9 @@ def file_shown(filename: str) -> str:
     return cell_of(filename) or filename
 
 
+@functools.cache
 def library() -> tuple[str, ...]:
-    """The folders of koila and, where it is imported, of torch, with a slash at the end. Code there
-    is not a program's, which may lie in a folder of the same name."""
+    """The folders of koila and of torch, with a slash at the end. Code there is not a program's,
+    which may lie in a folder of the same name. Who asks has imported torch, if there is one."""
     files = [__file__, getattr(sys.modules.get("torch"), "__file__", None)]
     return tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in files if f)

@@ -35,7 +35,7 @@ def gradients(engine: Any, call: Any, leaves: list[torch.Tensor]) -> Sequence[to
     return found
 
 
-def at_once(call: Any) -> tuple[list[torch.Tensor], _core.KnownGradients] | None:
+def at_once(call: Any) -> tuple[list[torch.Tensor], object] | None:
     """(leaves, gradients) of a backward to all leaves that was recorded before, where these are
     plain tensors without hooks. None: it is to be looked at more closely, and nothing has
     changed."""

@@ -28,8 +28,6 @@
 #include "ground/accumulate.h"
 #include "ground/backward_form.h"
 
-#include <structmember.h> /* T_UINT */
-
 /* One view between the storage of a gradient and the gradient. */
 typedef struct view {
     koila_link link;
@@ -401,17 +399,11 @@ static void gradients_dealloc(koila__known_gradients *g)
     PyObject_Free(g);
 }
 
-static PyMemberDef gradients_members[] = {
-    { "n", T_UINT, offsetof(koila__known_gradients, n), READONLY, "how many there are" },
-    { 0 },
-};
-
 PyTypeObject koila__known_gradients_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "koila._core.KnownGradients",
     .tp_basicsize = sizeof(koila__known_gradients),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .tp_dealloc = (destructor)gradients_dealloc,
-    .tp_members = gradients_members,
     .tp_doc = "Gradients of a backward that was recorded before, which no tensor stands for.",
 };
 
@@ -978,7 +970,7 @@ static PyMethodDef methods[] = {
 
 int koila__known_backward_add(PyObject *m)
 {
-    if (PyType_Ready(&pending_type) < 0 || PyModule_AddType(m, &koila__known_gradients_type) < 0)
+    if (PyType_Ready(&pending_type) < 0 || PyType_Ready(&koila__known_gradients_type) < 0)
         return -1;
     return PyModule_AddFunctions(m, methods);
 }

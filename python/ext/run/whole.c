@@ -45,10 +45,23 @@ static int raise_read(const char *why)
     return -1;
 }
 
+/* Whole numbers and truth values. */
 static bool is_whole_number(koila_dtype d)
 {
-    return d <= KOILA_DTYPE_I64 || d == KOILA_DTYPE_BOOL ||
-           (d >= KOILA_DTYPE_U16 && d <= KOILA_DTYPE_U64);
+    switch (d) {
+    case KOILA_DTYPE_BOOL:
+    case KOILA_DTYPE_U8:
+    case KOILA_DTYPE_U16:
+    case KOILA_DTYPE_U32:
+    case KOILA_DTYPE_U64:
+    case KOILA_DTYPE_I8:
+    case KOILA_DTYPE_I16:
+    case KOILA_DTYPE_I32:
+    case KOILA_DTYPE_I64:
+        return true;
+    default:
+        return false;
+    }
 }
 
 /* May a plan be read that depends on the tensor v? */
