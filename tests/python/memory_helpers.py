@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 
 import torch
 
@@ -44,10 +45,23 @@ class Held:
         self.kept = _core.cpu_bytes_current() - self.base
 
 
+_collected_in = None
+
+
+def collect_garbage():
+    """What other tests left would become room in the midst of this one. Once a test: after
+    thousands of tests it takes up to 2 s."""
+    global _collected_in
+    test = os.environ.get("PYTEST_CURRENT_TEST")
+    if test is None or test != _collected_in:
+        gc.collect()
+    _collected_in = test
+
+
 def only(n_bytes):
     """Torch may hold so many bytes more than it does now: plain PyTorch is refused beyond, koila
     cuts its steps."""
-    gc.collect()  # what other tests left would become room
+    collect_garbage()
     return koila.budget(_core.cpu_bytes_current() + n_bytes)
 
 

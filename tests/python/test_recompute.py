@@ -2,14 +2,13 @@
 numbers are those of eager, the peak is below the budget, and a smaller budget never needs more."""
 
 import copy
-import gc
 
 import pytest
 import torch
 import zoo
 from conftest import DEVICE, LONG
 from helpers import assert_same, model_state, plain
-from memory_helpers import installed, out_of_memory
+from memory_helpers import collect_garbage, installed, out_of_memory
 from torch import nn
 
 import koila
@@ -85,7 +84,7 @@ def step(make, shape, rows, wrap, budget=None):
     torch.manual_seed(1)
     model = make()
     x = torch.randn(rows, *shape, dtype=torch.float64)
-    gc.collect()  # what other tests left would become room
+    collect_garbage()
     held = _core.cpu_bytes_current()
     _core.cpu_bytes_reset_peak()
     with koila.budget(None if budget is None else held + budget), koila.axes("batch"):
@@ -102,7 +101,7 @@ def document_step(dropout, wrap, budget=None):
     kw = dict(embd_pdrop=dropout, resid_pdrop=0.0, attn_pdrop=0.0)
     model = zoo.gpt2(n_positions=128, n_embd=32, n_head=4, n_layer=8, **kw).double().train()
     ids = torch.randint(0, 31, (1, 128))
-    gc.collect()  # what other tests left would become room
+    collect_garbage()
     held = _core.cpu_bytes_current()
     _core.cpu_bytes_reset_peak()
     with koila.budget(None if budget is None else held + budget):
