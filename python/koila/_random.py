@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from ._torch import torch
 from . import _core
+from ._budget import budget
 from ._calls import redispatch, run_on_reals, write_real
 from ._errors import UnsupportedError
 from ._special import special
@@ -67,6 +68,10 @@ def _words(func: Any, dtype: torch.dtype, rest: tuple[Any, ...], kwargs: dict[st
     return _known_words[func, dtype]
 
 
+_not_of_the_step = budget(None)  # what koila tries itself, once, is not refused for a step's budget
+
+
+@_not_of_the_step
 def _takes(
     n_words: int, func: Any, dtype: torch.dtype, rest: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
@@ -133,6 +138,7 @@ def _draws_once(func: Any, dtype: torch.dtype) -> bool:
     return _advance_one[key]
 
 
+@_not_of_the_step
 def _self_test(func: Any, dtype: torch.dtype) -> bool:
     def after(make: Callable[[], torch.Tensor]) -> bytes:
         g = torch.Generator().manual_seed(20)

@@ -9,6 +9,7 @@ from conftest import DEVICE
 from helpers import plain, random_state, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_helpers import installed, only
 from torch import nn
 from torch.nn import functional as F
 
@@ -254,3 +255,22 @@ def test_what_another_thread_draws_while_an_operator_is_recorded_is_not_repeated
     expected = getattr(torch.empty(6, 5, dtype=D), draw)(generator=alone)
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
     assert torch.equal(shared.get_state(), alone.get_state())
+
+
+@pytest.mark.skipif(not installed(), reason="torch's CPU memory cannot be counted here")
+@pytest.mark.about_the_cpu("the CPU's budget, to a few KiB")
+@pytest.mark.parametrize("draw", [F.dropout, lambda x: x * torch.empty_like(x).bernoulli_(0.3)])
+def test_what_koila_tries_of_a_generator_is_not_refused_for_a_small_budget(monkeypatch, draw):
+    """It ended in torch's error, whose text was lost where scripted code had called."""
+    monkeypatch.setattr(_random, "_known_words", {})
+    monkeypatch.setattr(_random, "_advance_one", {})
+    x, w = torch.randn(6, 4), torch.ones(4, requires_grad=True)
+
+    def step(x):
+        torch.manual_seed(0)
+        (draw(x * w)).square().mean().backward()
+        return w.grad
+
+    reference, w.grad = step(x), None
+    with only(20 * 1024):
+        assert torch.equal(plain(step(lazy(x))), reference)
