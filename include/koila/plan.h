@@ -52,11 +52,15 @@ enum { /* koila_instr.flags */
        KOILA_INSTR_NO_GRAPH = 8,
 };
 
+/** Of koila_instr.steal of a sum that is written over a term: 0: the first, 1: the second. */
+static inline uint32_t koila_term_written_over(uint16_t steal) { return steal >> 1; }
+
 typedef struct koila_instr {
     uint8_t kind;
     uint8_t flags;
     /** RUN of a node with writes: bit w: the base of write w is dead afterwards and is written in
-     * place; bit clear: it is cloned first. SLICE: which input of `user` */
+     * place; bit clear: it is cloned first. RUN of a sum of two terms: bit i: term i is dead
+     * afterwards, and the sum is written over it. SLICE: which input of `user` */
     uint16_t steal;
     uint32_t id; /**< node (RUN) or value */
     /** SLICE: the node that needs the slice; koila_plan_need(plan, user, steal) says which */

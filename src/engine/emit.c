@@ -11,6 +11,9 @@
  * without reading does not use its base: its result is new memory, and the base may have been freed
  * long before.
  *
+ * A sum of two terms is written over one that dies there under the same conditions, as torch's
+ * autograd adds gradients up. Not in a step with calls that may keep tensors unseen.
+ *
  * Note [Shared terms]. A sum whose other term is absent (Note [Pieces] in place.h) is the same
  * tensor as its term. The bytes are planned as if it were a copy; but neither storage is written in
  * place any more, or handed to an accumulator.
@@ -219,16 +222,42 @@ static bool steals(const work_state *w, koila_node n, uint32_t number, uint32_t 
     return true;
 }
 
-/* Does nothing but v, whose last use is `number`, use its dense storage, so that it may be handed
- * on? */
-static bool owns_storage(const work_state *w, koila_value v, uint32_t number)
+/* Does nothing but v, whose last use is `number`, use its dense storage? */
+static bool has_storage_alone(const work_state *w, koila_value v, uint32_t number)
 {
     const life *root = &w->s[w->s[v].root];
     const koila_meta_info *m = koila__value_meta(w->g, v);
     const koila_meta_info *storage = koila__value_meta(w->g, root->made);
-    return w->last_use[v] == number && root->owned == OWNER_SCOPE && root->alive == 1 &&
-           !root->shared && m->n_bytes == storage->n_bytes && koila_meta_is_dense(m) &&
-           koila_meta_is_dense(storage);
+    return w->last_use[v] == number && root->alive == 1 && !root->shared &&
+           m->n_bytes == storage->n_bytes && koila_meta_is_dense(m) && koila_meta_is_dense(storage);
+}
+
+/* The same, of a storage that may be handed on? */
+static bool owns_storage(const work_state *w, koila_value v, uint32_t number)
+{
+    return w->s[w->s[v].root].owned == OWNER_SCOPE && has_storage_alone(w, v, number);
+}
+
+/* Which term of the sum that node n makes is written over: its bit of koila_instr.steal; 0: none.
+ * See Note [Steal]. */
+static uint16_t term_written_over(const work_state *w, koila_node n, uint32_t number)
+{
+    const koila_sig_info *s = sig_of(w, n);
+    const koila_value sum = w->span[n].out;
+    const koila_value terms[2] = { input_of(w, n, 0), input_of(w, n, 1) };
+    if (w->any_foreign || terms[0] == terms[1])
+        return 0;
+    for (uint32_t i = 0; i < 2; i++) {
+        const koila_value v = terms[i];
+        const bool is_alike = s->inputs[i] == s->outputs[0] &&
+                              koila__placement_equal(w->p->value[sum], w->p->value[v]);
+        if (!is_alike || !w->s[v].here || w->sliced[v].user != KOILA_NONE)
+            continue;
+        const owner o = (owner)w->s[w->s[v].root].owned;
+        if ((o == OWNER_SCOPE || o == OWNER_COLLECTED) && has_storage_alone(w, v, number))
+            return (uint16_t)(1u << i);
+    }
+    return 0;
 }
 
 /* Collects a local result: into the whole value, and as a piece for later loops. `number` as in
@@ -320,6 +349,20 @@ static koila_status emit_inputs(work_state *w, const emission *x)
     return KOILA_OK;
 }
 
+/* The input on whose storage result o of a call begins; KOILA_NONE: on one of its own, or of what
+ * is not in this scope. */
+static uint32_t begins_on(const work_state *w, const emission *x, uint32_t o)
+{
+    if (o >= x->s->n_fresh) {
+        const uint32_t write = o - x->s->n_fresh;
+        const bool is_stolen = write < MAX_STEALS && x->steal >> write & 1;
+        return is_stolen ? x->s->writes[write].input : KOILA_NONE;
+    }
+    if (x->rare & ADDS && x->steal)
+        return koila_term_written_over(x->steal);
+    return w->aliases[x->n] && w->s[input_of(w, x->n, 0)].here ? 0 : KOILA_NONE;
+}
+
 /* Begins the results: on storage of their own, or on that of an input. */
 static void begin_results(work_state *w, const emission *x)
 {
@@ -334,14 +377,11 @@ static void begin_results(work_state *w, const emission *x)
         const koila_value v = first + o;
         if (s->outputs[o] == KOILA_NONE)
             continue;
-        const bool is_fresh = o < s->n_fresh;
-        const uint32_t write = o - s->n_fresh;
-        const bool stolen = !is_fresh && write < MAX_STEALS && x->steal >> write & 1;
-        const bool of_input = is_fresh && alias;
+        const uint32_t input = begins_on(w, x, o);
+        const bool of_input = o < s->n_fresh && alias;
         w->sliced[v].user = KOILA_NONE;
-        if (stolen || (of_input && w->s[input_of(w, x->n, 0)].here)) {
-            join_value(w->s, v, input_of(w, x->n, stolen ? s->writes[write].input : 0),
-                       !stolen && x->rare & SPLITS_UNSAFELY);
+        if (input != KOILA_NONE) {
+            join_value(w->s, v, input_of(w, x->n, input), of_input && x->rare & SPLITS_UNSAFELY);
             continue;
         }
         /* a view of a leaf or of a whole value owns nothing */
@@ -415,6 +455,8 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
     for (uint32_t k = 0; x.rare & WRITES && k < x.s->n_writes; k++)
         if (steals(w, n, number, k))
             x.steal |= (uint16_t)(1u << k);
+    if (x.rare & ADDS)
+        x.steal = term_written_over(w, n, number);
     x.no_graph = unread_graph(w, &x);
     begin_results(w, &x);
     event(w, KOILA__RUN, n);

@@ -90,8 +90,9 @@ static uint64_t count_node(floor_walk *w, koila_node n)
     const koila_sig_info *s = sig_of(g, n);
     const koila_node_info *info = &g->nodes.at[n];
     uint64_t there = w->held;
-    /* makes results while it frees what it is given */
-    const bool frees = koila_op_facts(g->table, s->op) & KOILA_FACT_OPAQUE_BACKWARD;
+    /* makes results while it frees what it is given, or writes over it */
+    const bool frees = (koila_op_facts(g->table, s->op) & KOILA_FACT_OPAQUE_BACKWARD) ||
+                       koila__adds_two(g->table, s);
     if (is_view(g, n) || s->n_writes)
         return 0;
     for (uint32_t i = 0; i < s->n_inputs; i++) {

@@ -11,6 +11,7 @@
 
 #include "engine/plan_costs.h"
 #include "graph/table.h"
+#include "placement/rules.h"
 
 /* Does input i of node n read the local value (made by another node of the same loop)? If not, it
  * reads the whole value or a slice of it. */
@@ -39,6 +40,17 @@ static bool aliases_input(const work_state *w, koila_node n, const koila_sig_inf
     return maybe_alias(w->g->table, s->op);
 }
 
+/* May the call keep a tensor that it is given or makes, which nobody is told of? A module that runs
+ * as it is does, for its backward. */
+static bool is_foreign(const work_state *w, koila_node n)
+{
+    const koila_op op = sig_of(w, n)->op;
+    const char *name = koila_op_name(w->g->table, op);
+    const uint32_t of_module = KOILA_FACT_OPAQUE_CALL | KOILA_FACT_OPAQUE_BACKWARD;
+    return (strncmp(name, "aten::", 6) != 0 && strncmp(name, "koila::", 7) != 0) ||
+           w->g->table->ops.at[op].facts & of_module;
+}
+
 static uint16_t find_rare(const work_state *w, koila_node n, const koila_sig_info *s)
 {
     const koila__op *op = &w->g->table->ops.at[s->op];
@@ -49,6 +61,9 @@ static uint16_t find_rare(const work_state *w, koila_node n, const koila_sig_inf
         rare |= IS_MODULE_BACKWARD;
     if (op->facts & KOILA_FACT_SPLITS_UNSAFELY)
         rare |= SPLITS_UNSAFELY;
+    if (koila__adds_two(w->g->table, s) && !w->p->node[n].sums && !w->p->node[n].fix[0].kind &&
+        !koila__dtype_is_complex(koila__meta(w->g->table, s->outputs[0])->dtype))
+        rare |= ADDS; /* what is conjugated is a flag on the tensor */
     return (uint16_t)(s->n_writes ? rare | WRITES : rare);
 }
 
@@ -83,6 +98,7 @@ static void find_needed(work_state *w, const koila_value *targets, uint32_t n_ta
             continue;
         w->runs[n] = w->p->node[n].in_loop ? RUNS_IN_LOOP : RUNS_ONCE;
         w->any_again |= w->p->node[n].is_again;
+        w->any_foreign |= is_foreign(w, n);
         w->aliases[n] = aliases_input(w, n, sig);
         w->rare[n] = find_rare(w, n, sig);
         w->is_mere_view[n] = sig->n_inputs == 1 && !sig->n_writes &&

@@ -6,6 +6,7 @@
  *     the last one surely runs is counted: nodes behind all barriers. What such a node reads is
  *     there from its maker on, for that runs in the loop too, or its pieces were kept;
  *   - a result of a write counts from the node after it, for it may take over its base's storage;
+ *     a sum the same where a term ends, for it may be written over that;
  *   - a view alone does not hold its storage: it may be made earlier than it was recorded;
  *   - sums and collected values, those of earlier loops too, count from the second slice on, and so
  *     do whole values that the backward pass reads there. */
@@ -66,7 +67,11 @@ static koila_status find_workspace(koila__outline *o)
 koila_status koila__outline_find_counted(koila__outline *o)
 {
     MAKE(is_sure, o->n_nodes + 1);
+    MAKE(sum_bytes, o->n_nodes + 1);
     KOILA_TRY(find_sure(o));
+    for (koila_node n = 0; n < o->n_nodes; n++)
+        if (koila__adds_two(o->g->table, sig_of(o, n)))
+            o->sum_bytes[n] = koila__outline_bytes(o, n, 0);
     return find_workspace(o);
 }
 
@@ -316,10 +321,14 @@ typedef struct moments {
     double scale, strain; /* scale: 0: no strain is asked for */
 } moments;
 
-/* Node n runs, or its storages are only there. */
-static void see(const koila__outline *o, koila_node n, bool runs, moments *m)
+/* Node n runs, or its storages are only there. rise, fall: bytes that begin and end with it. */
+static void see(const koila__outline *o, koila_node n, bool runs, uint64_t rise, uint64_t fall,
+                moments *m)
 {
-    const uint64_t now = m->now + (o->workspace && runs ? o->workspace[n] : 0);
+    const uint64_t over = o->sum_bytes[n];
+    uint64_t now = m->now + (o->workspace && runs ? o->workspace[n] : 0);
+    if (rise >= over && fall >= over)
+        now -= over; /* a term of that size ends */
     if (now > m->peak)
         m->peak = now;
     if (m->scale > 0)
@@ -343,11 +352,11 @@ static moments walk(koila__outline *o, moments m)
         }
         for (uint32_t k = o->head[n]; k; k = o->next[k - 1]) {
             m.now += o->rise_again[k - 1];
-            see(o, o->makers.at[k - 1].node, true, &m);
+            see(o, o->makers.at[k - 1].node, true, o->rise_again[k - 1], o->fall_again[k - 1], &m);
             m.now -= o->fall_again[k - 1];
         }
         m.now += rise[n];
-        see(o, n, runs, &m);
+        see(o, n, runs, rise[n], fall[n], &m);
         koila_assert(m.now >= fall[n]);
         m.now -= fall[n];
     }

@@ -59,6 +59,7 @@ struct koila__outline {
     bool *is_sure;       /* [node] it surely runs in the loop that is counted */
     bool *is_walked;     /* [value as root] a node that surely runs there reads it */
     uint64_t *workspace; /* [node]; NULL: none */
+    uint64_t *sum_bytes; /* [node] of a sum's result, which may be written over a term; or 0 */
     uint16_t last_axis;  /* of the loop that is counted, which is the last */
     uint64_t collected;  /* bytes that are there from its second slice on */
     uint64_t results;    /* bytes */

@@ -89,13 +89,15 @@ typedef struct whole_step {
 } whole_step;
 
 /* Counts the results of node n, and how long its inputs are needed. Results of writes are left out:
- * they may be in place or copies. */
+ * they may be in place or copies. A sum may be written over a term, and counts from the next node
+ * on. */
 static void count_node(whole_step *x, koila_node n)
 {
     const koila_graph *g = x->g;
     const koila_sig_info *s = koila__node_sig(g, n);
     const koila_node_info *info = &g->nodes.at[n];
     const bool alias = maybe_alias(g->table, s->op);
+    const koila_node begin = n + koila__adds_two(g->table, s);
     koila_node last = 0;
     for (koila_value v = info->first_output; v < info->first_output + s->n_outputs; v++)
         last = x->end[v] > last ? x->end[v] : last;
@@ -107,7 +109,7 @@ static void count_node(whole_step *x, koila_node n)
             continue;
         const uint64_t n_bytes = koila__meta(g->table, s->outputs[o])->n_storage_bytes;
         x->adds_up &= koila__add(x->sum, n_bytes, &x->sum);
-        x->rise[n] += n_bytes;
+        x->rise[begin] += n_bytes;
         if (end != KOILA_NONE)
             x->rise[end ? end : n + 1] -= n_bytes;
     }

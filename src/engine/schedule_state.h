@@ -41,6 +41,7 @@ enum {
     SPLITS_UNSAFELY = 4,    /* each fresh result has a part of the storage of its own */
     SUMS = 8,               /* Note [Shared terms] */
     WRITES = 16,
+    ADDS = 32, /* makes a sum of two terms, perhaps in the memory of one of them */
 };
 
 /* A set of loops: 64 to a cell, cells in order, empty ones left out; a set is its first cell or
@@ -110,11 +111,12 @@ struct koila__scheduler {
     koila__keep keep;
     uint32_t n_nodes, n_values;
 
-    bool *needed;    /* [node] */
-    uint16_t *runs;  /* [node] runs */
-    uint16_t *rare;  /* [node] what is rare of it */
-    bool any_again;  /* a needed node runs again */
-    uint32_t *level; /* [node] */
+    bool *needed;     /* [node] */
+    uint16_t *runs;   /* [node] runs */
+    uint16_t *rare;   /* [node] what is rare of it */
+    bool any_again;   /* a needed node runs again */
+    bool any_foreign; /* a needed node is no operator of torch's: it may keep what it was given */
+    uint32_t *level;  /* [node] */
     uint32_t n_levels;
     uint32_t *loop_of;    /* [level, axis] the loop of such nodes */
     double *work;         /* [node] of its cost */

@@ -512,9 +512,7 @@ static koila_status with_metas(unroller *u, koila_sig id, const koila__item *in,
 /* A sum of two terms, all three of one form. */
 static bool is_plain_sum(const unroller *u, const koila_sig_info *s)
 {
-    return koila__rule_of(u->t, s->op) == koila__rule_additive &&
-           (koila_op_facts(u->t, s->op) & KOILA_FACT_ADDS) && s->n_inputs == 2 &&
-           s->n_outputs == 1 && !s->n_writes && !s->n_kw && s->n_pos == 2 &&
+    return koila__rule_of(u->t, s->op) == koila__rule_additive && koila__adds_two(u->t, s) &&
            s->inputs[0] == s->outputs[0] && s->inputs[1] == s->outputs[0];
 }
 

@@ -164,8 +164,9 @@ static void first_product(koila__sim *s, bool grad_mode)
     koila__sim_take(s, koila__cublas_bytes(s->d, &s->o, s->level));
 }
 
-/* Fresh results; returns the bytes requested. */
-static uint64_t make_fresh(koila__sim *s, koila_node n, const koila__cuda_call *k)
+/* Fresh results; returns the bytes requested. A sum that is written over a term (`steal`) requests
+ * none. */
+static uint64_t make_fresh(koila__sim *s, koila_node n, const koila__cuda_call *k, uint16_t steal)
 {
     koila_assert(k->part > 0);
     const koila_value first = koila_node_get(s->g, n).first_output;
@@ -178,6 +179,10 @@ static uint64_t make_fresh(koila__sim *s, koila_node n, const koila__cuda_call *
             continue;
         if (k->kind == KOILA__INSIDE_VIEW && k->sig->n_inputs) {
             home[v] = koila__storage_hold(s, storage_of(s, inputs[0]));
+            continue;
+        }
+        if (steal && !k->sig->n_writes && !s->is_plain) {
+            home[v] = koila__storage_hold(s, storage_of(s, inputs[koila_term_written_over(steal)]));
             continue;
         }
         const uint64_t recorded = koila__result_bytes(k, i, made_bytes(s, v));
@@ -242,7 +247,7 @@ void koila__sim_run_node(koila__sim *s, koila_node n, uint16_t steal)
     s->at_node = n;
     if (k.kind == KOILA__INSIDE_GEMM)
         first_product(s, sig->grad_mode & 1);
-    const uint64_t out_bytes = make_fresh(s, n, &k);
+    const uint64_t out_bytes = make_fresh(s, n, &k, steal);
     make_written(s, n, sig, steal);
     koila__temps temps;
     const bool is_measured = measured_temporaries(s, id, &temps);

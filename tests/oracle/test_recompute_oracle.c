@@ -240,6 +240,22 @@ static void find_last(walk *w, const step *x)
     }
 }
 
+/* The storage of a term that the sum of run k is written over; KOILA_NONE: none. */
+static uint32_t written_over(const walk *w, uint32_t k)
+{
+    const run *r = &w->runs[k];
+    const koila_sig_info *s = koila__node_sig(w->g, r->n);
+    if (!koila__adds_two(w->g->table, s) || read_by(w, r, 0) == read_by(w, r, 1))
+        return KOILA_NONE;
+    for (uint32_t i = 0; i < 2; i++) {
+        const uint32_t v = read_by(w, r, i);
+        const bool is_made = w->g->values.at[v % MOST_VALUES].node != KOILA_NONE;
+        if (is_made && w->last[v] == k + 1 && s->inputs[i] == s->outputs[0])
+            return v;
+    }
+    return KOILA_NONE;
+}
+
 /* What the step takes if those nodes run again behind node `end`. work[nodes]. */
 static cost cost_of(const step *x, koila_node end, uint32_t again, const double *work)
 {
@@ -252,14 +268,17 @@ static cost cost_of(const step *x, koila_node end, uint32_t again, const double 
         const run *r = &w.runs[k];
         if (!r->is_needed || is_view(&w, r->n))
             continue;
-        now += koila__value_meta(w.g, w.g->nodes.at[r->n].first_output)->n_bytes;
+        const uint32_t over = written_over(&w, k);
+        if (over == KOILA_NONE)
+            now += koila__value_meta(w.g, w.g->nodes.at[r->n].first_output)->n_bytes;
         c.peak = now > c.peak ? now : c.peak;
         c.work += work[r->n];
         for (uint32_t i = 0; i < koila__node_sig(w.g, r->n)->n_inputs; i++) {
             const uint32_t v = read_by(&w, r, i);
             if (w.last[v] != k + 1 || w.g->values.at[v % MOST_VALUES].node == KOILA_NONE)
                 continue;
-            now -= koila__value_meta(w.g, v % MOST_VALUES)->n_bytes;
+            if (v != over)
+                now -= koila__value_meta(w.g, v % MOST_VALUES)->n_bytes;
             w.last[v] = 0; /* it may be read twice */
         }
     }

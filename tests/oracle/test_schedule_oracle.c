@@ -68,7 +68,8 @@ static seen run_one(const random_graph *r, tensor *const *truth, const koila__pl
 /* What the random schedules hold: an oracle that never meets a thing says nothing about it. */
 static struct {
     uint32_t loops, two_loops, many_loops, two_axes, after_gather, steals, copies, owned, clones,
-        puts, keeps, fetches_again, wide, maxima, copied_slices, cuts, recut, overwrites;
+        puts, keeps, fetches_again, wide, maxima, copied_slices, cuts, recut, overwrites,
+        sums_over_terms;
 } covered;
 static void count(const koila__placed *p, const koila__schedule *s)
 {
@@ -89,6 +90,7 @@ static void count(const koila__placed *p, const koila__schedule *s)
                 in.kind == KOILA_DO_RUN && koila__node_sig(p->graph, in.id)->n_writes;
             covered.steals += is_write && in.steal;
             covered.copies += is_write && !in.steal;
+            covered.sums_over_terms += in.kind == KOILA_DO_RUN && !is_write && in.steal;
             covered.overwrites +=
                 is_write && koila__node_sig(p->graph, in.id)->writes[0].overwrites;
             covered.owned += add && in.flags;
@@ -219,6 +221,7 @@ TEST(oracle__every_schedule_computes_what_was_recorded_in_the_bytes_predicted)
     COVERED(copied_slices);
     COVERED(cuts);
     COVERED(recut);
+    COVERED(sums_over_terms);
 }
 
 /* ---- planted faults */
@@ -240,6 +243,22 @@ static void steal_what_lives(koila__placed *p, koila__schedule *s, random_graph 
             if (!sig->n_writes || in->steal & 1 || sig->writes[0].overwrites)
                 continue;
             in->steal |= 1;
+            *planted = true;
+        }
+}
+/* A sum is written over a term that somebody still reads. */
+static void write_over_what_lives(koila__placed *p, koila__schedule *s, random_graph *r,
+                                  bool *planted)
+{
+    for (uint32_t k = 0; k < s->n_stages && !*planted; k++)
+        for (uint32_t i = 0; i < s->stages[k].stage.n_instrs && !*planted; i++) {
+            koila_instr *in = &instrs_of(s, k)[i];
+            if (in->kind != KOILA_DO_RUN || in->steal)
+                continue;
+            const koila_sig_info *sig = koila__node_sig(p->graph, in->id);
+            if (!koila__adds_two(p->graph->table, sig) || sig->inputs[0] != sig->outputs[0])
+                continue;
+            in->steal = 1;
             *planted = true;
         }
 }
@@ -354,6 +373,7 @@ TEST(oracle__planted_faults_are_caught)
         uint32_t percent;
     } faults[] = {
         { "a base that lives is written in place", steal_what_lives, 30 },
+        { "a sum is written over a term that lives", write_over_what_lives, 30 },
         { "a free before the last use", free_too_early, 90 },
         { "a lost free", lose_a_free, 90 },
         { "an accumulator added twice", add_twice, 60 },

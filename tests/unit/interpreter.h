@@ -612,6 +612,14 @@ static bool do_run(interpreter *x, const koila_instr *instr, bool in_loop)
             drop(&out);
             WRONG(x, "%s is not known, or its shapes do not agree", name);
         }
+    } else if (instr->steal) { /* a sum that is written over a term */
+        const uint32_t term = koila_term_written_over(instr->steal);
+        tensor *terms[2] = { in[term], in[!term] };
+        out = view_of(terms[0]);
+        if (!run_write("aten::add_.Tensor", out, terms)) {
+            drop(&out);
+            WRONG(x, "%s: its terms differ in shape", name);
+        }
     } else if (pn->offloads) {
         out = run_offload(&x->h, name, in);
         into[out_v] = out;

@@ -618,7 +618,8 @@ TEST(schedule__what_whole_needs_is_known_before_it_is_placed)
         for (uint32_t a = 0; a < r.g->axes.n; a++)
             rows[a] = r.g->axes.at[a];
         for (uint32_t n = 0; n < r.g->nodes.n; n++)
-            writes |= koila__node_sig(r.g, n)->n_writes > 0;
+            writes |= koila__node_sig(r.g, n)->n_writes > 0 ||
+                      koila__adds_two(r.g->table, koila__node_sig(r.g, n));
         CHECK_EQ(koila__schedule_init(&s, p, targets, r.n_targets,
                                       (koila__keep){ .horizon = UINT32_MAX }, NULL, NULL),
                  KOILA_OK);

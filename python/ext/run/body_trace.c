@@ -281,13 +281,21 @@ static int walk_random(exec *x, koila_node n)
     return x->local[v] ? 0 : -1;
 }
 
+/* A sum is a tensor of its own: the compiler sees what may be written over. */
+static int walk_call(exec *x, koila_instr in)
+{
+    if (!koila_sig_get(x->table, koila_node_get(x->g, in.id).sig)->n_writes)
+        in.steal = 0;
+    return koila__exec_node(x, &in, true);
+}
+
 static int walk_instr(exec *x, const koila_instr *in, PyObject *inputs, Py_ssize_t *at,
                       Py_ssize_t *sum, PyObject *results)
 {
     PyObject *done;
     switch ((koila_instr_kind)in->kind) {
     case KOILA_DO_RUN:
-        return is_random(x->plan, in->id) ? walk_random(x, in->id) : koila__exec_node(x, in, true);
+        return is_random(x->plan, in->id) ? walk_random(x, in->id) : walk_call(x, *in);
     case KOILA_DO_SLICE:
     case KOILA_DO_FETCH:
         Py_XSETREF(x->local[in->id], koila__body_next(inputs, at));

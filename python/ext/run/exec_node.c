@@ -78,7 +78,7 @@ typedef struct adapted {
 typedef struct node_call {
     koila_node n;
     bool in_loop;
-    uint16_t steal; /* bit w: the tensor of write w is dead afterwards, so it is written in place */
+    uint16_t steal; /* as koila_instr */
     koila_node_info info;
     const koila_sig_info *s;
     PyObject *few_inputs[FEW_INPUTS], *few_outputs[FEW_OUTPUTS];
@@ -362,6 +362,21 @@ static int settle_results(const node_call *call)
     return 0;
 }
 
+/* Writes a sum over the term that the plan says. Torch makes another tensor for who has a term
+ * besides. 1: done; 0: not; -1 + error */
+static int write_over_term(const node_call *call)
+{
+    if (!call->steal || call->s->n_writes)
+        return 0;
+    const uint32_t i = koila_term_written_over(call->steal);
+    PyObject *term = call->inputs[i];
+    if (Py_REFCNT(term) != 1)
+        return 0;
+    call->outputs[0] =
+        PyObject_CallFunctionObjArgs(koila__torch.add_on, term, call->inputs[!i], NULL);
+    return call->outputs[0] ? 1 : -1;
+}
+
 static int make_outputs(exec *x, node_call *call)
 {
     PyObject *instead = instead_of_call(call);
@@ -374,6 +389,9 @@ static int make_outputs(exec *x, node_call *call)
         return -1;
     if (koila__lines_enabled && x->tape)
         work_for_line(x, call->n);
+    const int added = write_over_term(call);
+    if (added)
+        return added < 0 ? -1 : 0;
     call->own_fix.generator = x->draws_from;
     if (koila__call(call->info.sig, call->inputs, &call->own_fix, call->link_fix, call->outputs) <
         0)
