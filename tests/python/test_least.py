@@ -72,7 +72,7 @@ def test_the_least_that_a_model_is_told_is_true(name, samples):
 @pytest.mark.filterwarnings("ignore")
 def test_the_least_that_random_loops_over_time_are_told_is_true():
     n_told = 0
-    for seed in range(200, 240 if LONG else 206):
+    for seed in range(200, 240 if LONG else 208):
         gc.collect()
         step = Step(lambda seed=seed: loop_programs.Model(seed), *loop_programs.sizes(seed))
 

@@ -49,22 +49,33 @@ PyObject *koila__exec_rows(const exec *x, PyObject *whole, koila_share s)
     return flattened(rows_of(whole, s, x->batch, x->begin, x->end), s);
 }
 
+/* Copies rows of a value, which may lie in several blocks, into a dense tensor of the slice's form,
+ * with no other memory. */
+static PyObject *dense_slice(const exec *x, koila_value v, koila_share s)
+{
+    const int64_t n_rows = koila__exec_n_rows(x);
+    PyObject *dense = koila__torch_empty(koila__exec_meta(x, v), s.dim, s.outer * s.inner * n_rows);
+    if (!dense)
+        return NULL;
+    PyObject *rows = rows_of(x->whole[v], s, x->batch, x->begin, x->end);
+    PyObject *to = s.outer > 1 ? unflattened(dense, s, n_rows) : Py_NewRef(dense);
+    PyObject *done =
+        rows && to ? PyObject_CallFunctionObjArgs(koila__torch.copy_, to, rows, NULL) : NULL;
+    Py_XDECREF(rows);
+    Py_XDECREF(to);
+    if (!done)
+        Py_CLEAR(dense);
+    Py_XDECREF(done);
+    return dense;
+}
+
 PyObject *koila__exec_slice(exec *x, koila_value v, koila_share s)
 {
     koila_assert(x->whole[v] && !x->local[v]);
     const koila_meta_info *m = koila__exec_meta(x, v);
     const bool is_view = koila_slice_form(m, s, koila__exec_is_whole(x)) == KOILA_SLICE_VIEW;
-    PyObject *rows = koila__exec_rows(x, x->whole[v], s);
-    if (!rows || is_view || !koila_meta_is_dense(m))
-        return rows;
-    PyObject *dense = koila__torch_empty(m, s.dim, s.outer * s.inner * koila__exec_n_rows(x));
-    PyObject *done =
-        dense ? PyObject_CallFunctionObjArgs(koila__torch.copy_, dense, rows, NULL) : NULL;
-    Py_DECREF(rows);
-    Py_XDECREF(done);
-    if (!done)
-        Py_CLEAR(dense);
-    return dense;
+    return is_view || !koila_meta_is_dense(m) ? koila__exec_rows(x, x->whole[v], s)
+                                              : dense_slice(x, v, s);
 }
 
 /* An uninitialised tensor for all rows of v: in v's order of dimensions if it is dense, else
