@@ -195,6 +195,12 @@ static koila_status emit_input(work_state *w, koila_node n, uint32_t i, uint32_t
     return KOILA_OK;
 }
 
+/* Does the storage belong to this scope, and to no other sum? See Note [Steal]. */
+static bool may_be_written(const life *root)
+{
+    return (root->owned == OWNER_SCOPE || root->owned == OWNER_COLLECTED) && !root->shared;
+}
+
 enum { MAX_STEALS = 16 }; /* bits of koila_instr.steal */
 /* May write k of node n happen in place? See Note [Steal]. */
 static bool steals(const work_state *w, koila_node n, uint32_t number, uint32_t k)
@@ -209,10 +215,7 @@ static bool steals(const work_state *w, koila_node n, uint32_t number, uint32_t 
         return false;
     const koila_value r = w->s[b].root;
     const koila_value part = w->s[b].region;
-    if (w->s[r].shared)
-        return false;
-    if ((w->s[r].owned != OWNER_SCOPE && w->s[r].owned != OWNER_COLLECTED) ||
-        w->s[part].touching != 1)
+    if (!may_be_written(&w->s[r]) || w->s[part].touching != 1)
         return false;
     if (part == r ? w->s[r].alive != 1 : w->s[r].touching != 0)
         return false;
@@ -251,10 +254,8 @@ static uint16_t term_written_over(const work_state *w, koila_node n, uint32_t nu
         const koila_value v = terms[i];
         const bool is_alike = s->inputs[i] == s->outputs[0] &&
                               koila__placement_equal(w->p->value[sum], w->p->value[v]);
-        if (!is_alike || !w->s[v].here || w->sliced[v].user != KOILA_NONE)
-            continue;
-        const owner o = (owner)w->s[w->s[v].root].owned;
-        if ((o == OWNER_SCOPE || o == OWNER_COLLECTED) && has_storage_alone(w, v, number))
+        if (is_alike && w->s[v].here && w->sliced[v].user == KOILA_NONE &&
+            may_be_written(&w->s[w->s[v].root]) && has_storage_alone(w, v, number))
             return (uint16_t)(1u << i);
     }
     return 0;

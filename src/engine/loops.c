@@ -40,17 +40,6 @@ static bool aliases_input(const work_state *w, koila_node n, const koila_sig_inf
     return maybe_alias(w->g->table, s->op);
 }
 
-/* May the call keep a tensor that it is given or makes, which nobody is told of? A module that runs
- * as it is does, for its backward. */
-static bool is_foreign(const work_state *w, koila_node n)
-{
-    const koila_op op = sig_of(w, n)->op;
-    const char *name = koila_op_name(w->g->table, op);
-    const uint32_t of_module = KOILA_FACT_OPAQUE_CALL | KOILA_FACT_OPAQUE_BACKWARD;
-    return (strncmp(name, "aten::", 6) != 0 && strncmp(name, "koila::", 7) != 0) ||
-           w->g->table->ops.at[op].facts & of_module;
-}
-
 static uint16_t find_rare(const work_state *w, koila_node n, const koila_sig_info *s)
 {
     const koila__op *op = &w->g->table->ops.at[s->op];
@@ -98,7 +87,7 @@ static void find_needed(work_state *w, const koila_value *targets, uint32_t n_ta
             continue;
         w->runs[n] = w->p->node[n].in_loop ? RUNS_IN_LOOP : RUNS_ONCE;
         w->any_again |= w->p->node[n].is_again;
-        w->any_foreign |= is_foreign(w, n);
+        w->any_foreign |= w->g->table->ops.at[sig->op].is_foreign;
         w->aliases[n] = aliases_input(w, n, sig);
         w->rare[n] = find_rare(w, n, sig);
         w->is_mere_view[n] = sig->n_inputs == 1 && !sig->n_writes &&

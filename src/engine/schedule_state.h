@@ -115,7 +115,7 @@ struct koila__scheduler {
     uint16_t *runs;   /* [node] runs */
     uint16_t *rare;   /* [node] what is rare of it */
     bool any_again;   /* a needed node runs again */
-    bool any_foreign; /* a needed node is no operator of torch's: it may keep what it was given */
+    bool any_foreign; /* a needed node is_foreign (graph/table.h) */
     uint32_t *level;  /* [node] */
     uint32_t n_levels;
     uint32_t *loop_of;    /* [level, axis] the loop of such nodes */

@@ -55,5 +55,8 @@ bool koila__op_fill_in(koila_table *t, koila__op *op)
     op->line =
         koila__idset_find(&t->op_lines, koila__hash_text(op->twin), line_same, NULL, op->twin);
     op->facts = op->line == KOILA_NONE ? 0 : lines[op->line].facts;
+    op->is_foreign =
+        (strncmp(op->name, "aten::", 6) != 0 && strncmp(op->name, "koila::", 7) != 0) ||
+        op->facts & (KOILA_FACT_OPAQUE_CALL | KOILA_FACT_OPAQUE_BACKWARD);
     return true;
 }

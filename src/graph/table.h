@@ -14,6 +14,9 @@ typedef struct koila__op {
     uint32_t flags;
     uint32_t facts;
     uint32_t line; /* of ops.def, or KOILA_NONE */
+    /* it may keep a tensor that it is given or makes, which nobody is told of: an operator of a
+     * program's, or a module that runs as it is, whose backward reads what it kept */
+    bool is_foreign;
 } koila__op;
 
 typedef struct koila__user_rule {
