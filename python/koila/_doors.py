@@ -18,6 +18,16 @@ aten = torch.ops.aten
 _installed = False
 
 
+class _Attribute(property):
+    """In the place of an attribute of torch's tensors. It tells of whose class it is, as that did:
+    the compiler of torch 2.11 asks every accessor for it when it is imported."""
+
+    def __init__(self, of: Any, get: Any, set: Any) -> None:
+        super().__init__(get, set, getattr(of, "__delete__", None), of.__doc__)
+        self.__name__ = of.__name__
+        self.__objclass__ = of.__objclass__
+
+
 def install() -> None:
     """Wrap them, once in a process."""
     global _installed
@@ -42,13 +52,8 @@ def _install() -> None:
             value = plain(value)
         GRAD.__set__(self, value)
 
-    torch.Tensor.data = property(
-        _core.data_of,
-        guarded_data,
-        DATA.__delete__ if hasattr(DATA, "__delete__") else None,
-        DATA.__doc__,
-    )  # type: ignore[assignment]
-    torch.Tensor.grad = property(GRAD.__get__, set_grad, GRAD.__delete__, GRAD.__doc__)  # type: ignore[assignment]
+    torch.Tensor.data = _Attribute(DATA, _core.data_of, guarded_data)  # type: ignore[assignment]
+    torch.Tensor.grad = _Attribute(GRAD, GRAD.__get__, set_grad)  # type: ignore[assignment]
 
     os.register_at_fork(after_in_child=_core.forked)
     _core.factories_setup()

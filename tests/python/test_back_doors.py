@@ -199,6 +199,12 @@ def test_a_constraint_on_data_in_forward_is_no_error():
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "SGD", "Adagrad"])
 def test_fused_optimizers_train_while_old_losses_are_kept(optimizer):
     """They count no versions, and torch's own counters stay as they are."""
+    try:
+        tried = torch.zeros(1, requires_grad=True)
+        tried.grad = tried.detach()
+        getattr(torch.optim, optimizer)([tried], fused=True).step()
+    except RuntimeError as e:
+        pytest.skip(str(e))
 
     def program(wrap):
         torch.manual_seed(0)

@@ -14,6 +14,10 @@ import koila
 from koila import lazy
 
 B = 6
+is_recorded = pytest.mark.skipif(
+    not hasattr(torch._higher_order_ops.utils, "_hop_compile_and_call"),
+    reason="before torch 2.13 control flow on lazy tensors ends in torch's compiler, by name",
+)
 
 
 def branch(x, w):
@@ -90,6 +94,7 @@ def program(f, wrap, grad):
     return [plain(out.detach()), *([w.grad] if w.grad is not None else [])]
 
 
+@is_recorded
 @pytest.mark.parametrize("name", RIGHT)
 def test_control_flow_equals_eager(name):
     f, grad = RIGHT[name], name not in WITHOUT_GRADIENT
@@ -101,6 +106,7 @@ def test_control_flow_equals_eager(name):
             assert torch.allclose(e, g, rtol=1e-12, atol=1e-12)
 
 
+@is_recorded
 def test_what_a_branch_records_is_sliced():
     with koila.strict(), koila.micro_batch(2):
         program(several_results, lazy, True)
@@ -122,6 +128,7 @@ def test_what_the_refusal_says_works():
     assert torch.allclose(attend(lazy(x).torch()), attend(x))
 
 
+@is_recorded
 def test_an_operator_that_is_not_known_is_refused():
     from torch._higher_order_ops import utils
 
@@ -134,6 +141,7 @@ def test_an_operator_that_is_not_known_is_refused():
             call()
 
 
+@is_recorded
 def test_torch_goes_its_own_way_without_lazy_tensors():
     x = torch.ones(B, 4)
     held = lazy(x) * 2

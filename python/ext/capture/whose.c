@@ -21,6 +21,7 @@
 static struct {
     PyObject *stash, *get, *has, *drop, *graph_task, *accelerator, *key;
     PyObject *apply; /* code of torch.autograd.Function.apply; NULL: this torch has another */
+    bool takes_one;  /* stash() takes a reference from its caller, as torch 2.11 does */
     bool ready;
 } torch_tls;
 
@@ -43,6 +44,46 @@ static PyObject *function_of(PyObject *module, const char *name)
     return f;
 }
 
+/* Makes `o` the thread-local object of torch's under `key`. */
+static int stash(PyObject *key, PyObject *o)
+{
+    if (torch_tls.takes_one)
+        Py_INCREF(o);
+    PyObject *done = PyObject_CallFunctionObjArgs(torch_tls.stash, key, o, NULL);
+    if (!done && torch_tls.takes_one)
+        Py_DECREF(o);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* Takes it away. Where torch has no function for that, None takes its place. */
+static int unstash(PyObject *key)
+{
+    if (!torch_tls.drop)
+        return stash(key, Py_None);
+    PyObject *done = PyObject_CallOneArg(torch_tls.drop, key);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* Sees whether torch keeps a reference of its own to what is stashed, or takes one that it was not
+ * given. */
+static int learn_whose_reference(void)
+{
+    PyObject *key = PyUnicode_FromString("koila: whose reference?");
+    PyObject *probe = PyList_New(0);
+    int rc = key && probe ? stash(key, probe) : -1;
+    if (rc == 0) {
+        torch_tls.takes_one = Py_REFCNT(probe) == 1;
+        if (torch_tls.takes_one)
+            Py_INCREF(probe);
+        rc = unstash(key);
+    }
+    Py_XDECREF(probe);
+    Py_XDECREF(key);
+    return rc;
+}
+
 int koila__whose_setup(void)
 {
     PyObject *torch = PyImport_ImportModule("torch._C");
@@ -60,7 +101,7 @@ int koila__whose_setup(void)
     torch_tls.graph_task = function_of(torch, "_current_graph_task_id");
     torch_tls.accelerator = function_of(torch, "_accelerator_getAccelerator");
     torch_tls.key = PyUnicode_InternFromString("koila");
-    torch_tls.ready = true;
+    torch_tls.ready = !torch_tls.stash || learn_whose_reference() == 0;
 done:
     Py_XDECREF(torch);
     Py_XDECREF(autograd);
@@ -227,15 +268,9 @@ static PyObject *py_backward_context(PyObject *module, PyObject *args)
 
 static int carry(PyObject *c)
 {
-    PyObject *done = NULL;
     if (!torch_tls.stash)
         return 0;
-    if (c == Py_None && torch_tls.drop)
-        done = PyObject_CallOneArg(torch_tls.drop, torch_tls.key);
-    else
-        done = PyObject_CallFunctionObjArgs(torch_tls.stash, torch_tls.key, c, NULL);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return c == Py_None ? unstash(torch_tls.key) : stash(torch_tls.key, c);
 }
 
 /* Has this torch an accelerator, whose threads autograd's engine may use? Asking starts none. */

@@ -116,9 +116,9 @@ uint32_t koila__node_n_edges(koila__node node)
 koila__edge koila__node_edge(koila__node node, uint32_t i)
 {
     const koila__node edge = (koila__node)node[layout.edges_at] + (size_t)i * layout.edge_words;
-    /* the node, its owner, and which of its results, in the low half of a word */
-    const uint32_t result = layout.edge_words > 2 ? (uint32_t)(uintptr_t)edge[2] : 0;
-    return (koila__edge){ edge[0], result };
+    /* the node, where shared pointers own it their count, and in the low half of the last word
+     * which of its results */
+    return (koila__edge){ edge[0], (uint32_t)(uintptr_t)edge[layout.edge_words - 1] };
 }
 
 const void *koila__node_variable(koila__node leaf) { return leaf[layout.variable_at]; }
@@ -220,16 +220,22 @@ static PyObject *py_leaves_behind(PyObject *module, PyObject *roots)
 
 enum { NOT_FOUND = 0 }; /* word 0 of a node is its class */
 
-static uint32_t words_in(const void *block)
+uint32_t koila__node_n_words(koila__node node)
 {
-    return (uint32_t)(malloc_usable_size((void *)block) / sizeof(void *));
+    enum { OWN_ADDRESS = 1, COUNT = 2, COUNT_WORDS = 2 };
+    koila__node block = node;
+    if (node[OWN_ADDRESS] == (const void *)node &&
+        node[COUNT] == (const void *)(node - COUNT_WORDS))
+        block = node - COUNT_WORDS;
+    const size_t n_words = malloc_usable_size((void *)block) / sizeof(void *);
+    return (uint32_t)(n_words - (size_t)(node - block));
 }
 
 /* The one word of `node` that is `what`. */
 static uint32_t find_word(koila__node node, const void *what)
 {
     uint32_t found = NOT_FOUND;
-    for (uint32_t i = 1; i < words_in(node); i++) {
+    for (uint32_t i = 1; i < koila__node_n_words(node); i++) {
         if (node[i] != what)
             continue;
         if (found != NOT_FOUND)
@@ -243,7 +249,7 @@ static uint32_t find_word(koila__node node, const void *what)
 static uint32_t find_edges(koila__node node, koila__node a, koila__node b, uint32_t *edge_words)
 {
     enum { FEWEST_WORDS = 2, MOST_WORDS = 4 };
-    for (uint32_t i = 1; i + 2 < words_in(node); i++) {
+    for (uint32_t i = 1; i + 2 < koila__node_n_words(node); i++) {
         const uintptr_t begin = (uintptr_t)node[i];
         const uintptr_t end = (uintptr_t)node[i + 1];
         const uintptr_t n_bytes = end - begin;

@@ -41,6 +41,10 @@ uint32_t koila__node_n_edges(koila__node node);
 koila__edge koila__node_edge(koila__node node, uint32_t i);
 bool koila__node_is_leaf(koila__node node);         /* does it accumulate into a leaf? */
 const void *koila__node_variable(koila__node leaf); /* the TensorImpl of that leaf */
+/* Words of the memory that it lies in, at least those of the object. Nodes whose owners share them
+ * (torch before 2.13) know their own address and where they are counted; std::make_shared counts
+ * right before the node, in the same block of malloc's. */
+uint32_t koila__node_n_words(koila__node node);
 /* New list of the tensors of the leaves. NULL + error */
 PyObject *koila__leaves_of(const koila__nodes *nodes);
 

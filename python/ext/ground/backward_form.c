@@ -15,7 +15,6 @@
 #include "ground/backward_form.h"
 
 #include <dlfcn.h>
-#include <malloc.h>
 #include <string.h>
 
 #include "ground/real.h"
@@ -181,22 +180,17 @@ void koila__form_release(const koila__nodes *nodes)
 
 /* ---- learning */
 
-static uint32_t words_in(koila__node node)
-{
-    return (uint32_t)(malloc_usable_size((void *)node) / sizeof(void *));
-}
-
 /* The one word that holds the number of each of nodes[n], which `numbers` tells. */
 static uint32_t find_number(PyObject *nodes, PyObject *numbers)
 {
     const Py_ssize_t n = PyTuple_GET_SIZE(nodes);
     uint32_t found = NOT_FOUND;
-    for (uint32_t w = 1; w < words_in(koila__node_of(PyTuple_GET_ITEM(nodes, 0))); w++) {
+    for (uint32_t w = 1; w < koila__node_n_words(koila__node_of(PyTuple_GET_ITEM(nodes, 0))); w++) {
         bool all = true;
         for (Py_ssize_t i = 0; i < n && all; i++) {
             koila__node node = koila__node_of(PyTuple_GET_ITEM(nodes, i));
             const uint64_t number = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(numbers, i));
-            all = w < words_in(node) && (uint64_t)(uintptr_t)node[w] == number;
+            all = w < koila__node_n_words(node) && (uint64_t)(uintptr_t)node[w] == number;
         }
         if (all && found != NOT_FOUND)
             return NOT_FOUND;
@@ -209,11 +203,11 @@ static uint32_t find_number(PyObject *nodes, PyObject *numbers)
 /* The first word that is 0 in each node without hooks and not in `hooked`. */
 static uint32_t find_hook(PyObject *plain, koila__node hooked)
 {
-    for (uint32_t w = 1; w < words_in(hooked); w++) {
+    for (uint32_t w = 1; w < koila__node_n_words(hooked); w++) {
         bool all = hooked[w] != NULL;
         for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(plain) && all; i++) {
             koila__node node = koila__node_of(PyTuple_GET_ITEM(plain, i));
-            all = w < words_in(node) && !node[w];
+            all = w < koila__node_n_words(node) && !node[w];
         }
         if (all)
             return w;
