@@ -174,6 +174,19 @@ def _is_fused(device: torch.device) -> bool:
     return device.type != "cpu" and not _core.is_planning()
 
 
+def _laid_out_as(x: Any) -> Any:
+    """Memory without values, in which the kernel finds its way as it does in `x`. A GPU's dropout
+    takes several elements at a time where they lie dense and begin at a multiple of theirs, which
+    decides who draws which number (get_vector_size of torch's Dropout.cu)."""
+    most_at_a_time = 16
+    ahead = x.storage_offset() % most_at_a_time
+    if x.is_contiguous() and not ahead:
+        return redispatch(aten.empty_like.default, (x,), {})
+    extent = 1 + sum((n - 1) * step for n, step in zip(x.size(), x.stride()))
+    flat = redispatch(aten.new_empty.default, (x, (ahead + extent,)), {})
+    return redispatch(aten.as_strided.default, (flat, x.size(), x.stride(), ahead), {})
+
+
 @special("native_dropout")
 def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, p, train = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("train")
@@ -184,8 +197,8 @@ def _native_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             aten.ones_like.default, (x,), {"dtype": torch.bool}
         )
     if _is_fused(x.device):
-        # One kernel that draws by position: its mask is the same for all tensors of this shape.
-        like = redispatch(aten.empty_like.default, (x,), {})
+        # One kernel that draws by position: its mask is the same for all that lie like this one.
+        like = _laid_out_as(x)
         generator = default_generator(x.device)
         # The generator moves as eager would move it.
         dummy = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)

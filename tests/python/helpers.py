@@ -266,6 +266,13 @@ def rendezvous():
     return {}
 
 
+# A GPU's kernels may add in another order each time, or in slices; the simulated device's do not.
+REAL_GPU = os.environ.get("KOILA_DEVICE") == "cuda" and "(fake)" not in torch.cuda.get_device_name()
+# A step that is not cut runs eager's kernels and gives eager's bits, but for batch norm in training
+# on a GPU: eager runs cuDNN's, koila torch's own.
+WHOLE_BATCH_NORM = 1e-12 if REAL_GPU else 0
+
+
 def run_python(code, timeout=300, check=True, env=None, args=()):
     """Run `code` in a fresh interpreter; its output. One thread, so that memory and bits are the
     same each time."""

@@ -670,6 +670,33 @@ static void embedding_bag_dense_backward(Stack &s, const Draw &)
 
 // ---- dropout
 
+// How many elements CUDA's kernel takes at a time (get_vector_size of Dropout.cu; 16: the most).
+static int64_t elements_at_a_time(const Tensor &x)
+{
+    const auto address = reinterpret_cast<uintptr_t>(x.data_ptr());
+    int64_t n = x.is_non_overlapping_and_dense() ? 16 : 1;
+    while (n > 1 && (address % (n * x.element_size()) || x.numel() % n))
+        n /= 2;
+    return n;
+}
+
+// Which numbers an element gets depends on that, and so does their order: that of memory where
+// several are taken, else of the indices.
+static Tensor drawn_for(const Tensor &x, const Draw &draw)
+{
+    const int64_t n = elements_at_a_time(x);
+    Draw of_this_way = draw;
+    of_this_way.seed += n;
+    auto options = at::TensorOptions().dtype(at::kFloat);
+    Tensor out = at::empty_like(x, options);
+    Tensor drawn = at::rand({ x.numel() }, of_this_way.generator(), options);
+    if (n > 1)
+        out.as_strided({ x.numel() }, { 1 }).copy_(drawn);
+    else
+        out.copy_(drawn.view(x.sizes()));
+    return out;
+}
+
 static void native_dropout(Stack &s, const Draw &draw)
 {
     auto a = taken(s); // input, p, train?
@@ -680,8 +707,7 @@ static void native_dropout(Stack &s, const Draw &draw)
         s.push_back(at::ones_like(x, at::kBool));
         return;
     }
-    Tensor mask =
-        at::rand(x.sizes(), draw.generator(), at::TensorOptions().dtype(at::kFloat)).lt(1 - p);
+    Tensor mask = drawn_for(x, draw).lt(1 - p);
     s.push_back(as(wide(x) * mask * (p < 1 ? 1 / (1 - p) : 0.0), x));
     s.push_back(mask);
 }
