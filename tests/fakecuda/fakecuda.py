@@ -18,6 +18,7 @@ def load() -> None:
         _library = ctypes.CDLL(str(file))
         _library.fakecuda_computed.restype = ctypes.c_longlong
         _library.fakecuda_untrue.restype = ctypes.c_longlong
+        _library.fakecuda_asserted.restype = ctypes.c_longlong
 
 
 def numbers(on: bool) -> None:
@@ -35,3 +36,9 @@ def untrue() -> int:
     """How many of the computed operators allocated differently from a device: CUDA's own host code
     did not run to the end, or it returned another shape than the CPU."""
     return _library.fakecuda_untrue() if _library else 0
+
+
+def asserted() -> int:
+    """How many operators raised an error that a device's host code lets pass: there a kernel
+    asserts later, after which the process can do nothing more on the device."""
+    return _library.fakecuda_asserted() if _library else 0

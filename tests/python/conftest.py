@@ -23,6 +23,7 @@ if DEVICE != "cpu":
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product
     torch.set_default_device(DEVICE)
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.allow_tf32 = False  # ten bits, of which slices round others
 
 
 def pytest_addoption(parser):
@@ -40,6 +41,11 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "long: runs only with KOILA_LONG=1")
     config.addinivalue_line(
         "markers", "about_the_cpu(why): a claim about the CPU, left out where KOILA_DEVICE is not"
+    )
+    config.addinivalue_line(
+        "markers",
+        "kernel_asserts: its error is found in a kernel, after which a process can do nothing more "
+        "on a GPU: left out there, run on the CPU and on the simulated device",
     )
     if config.getoption("--known-skips") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Skips(config.getoption("--known-skips")))
@@ -96,14 +102,37 @@ class Skips:
             terminalreporter.write_line(f"skipped, and not in --known-skips: {line}", red=True)
 
 
-def leave_claims_about_the_cpu_out(config, items):
-    config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("about_the_cpu")])
-    items[:] = [i for i in items if not i.get_closest_marker("about_the_cpu")]
+def leave_out(config, items, marker):
+    config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker(marker)])
+    items[:] = [i for i in items if not i.get_closest_marker(marker)]
+
+
+def simulated_device():
+    """The module that simulates a GPU (tests/fakecuda); None where tensors are on the CPU or on a
+    real one."""
+    if DEVICE == "cpu" or "(fake)" not in torch.cuda.get_device_name():
+        return None
+    import fakecuda
+
+    return fakecuda
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """On the simulated device: does the test need to be marked?"""
+    fakecuda = simulated_device()
+    before = fakecuda.asserted() if fakecuda else 0
+    result = yield
+    if fakecuda and fakecuda.asserted() > before and not item.get_closest_marker("kernel_asserts"):
+        pytest.fail("a kernel asserts, which ends the process on a GPU: mark it kernel_asserts")
+    return result
 
 
 def pytest_collection_modifyitems(config, items):
     if DEVICE != "cpu":
-        leave_claims_about_the_cpu_out(config, items)
+        leave_out(config, items, "about_the_cpu")
+        if not simulated_device():
+            leave_out(config, items, "kernel_asserts")
     if config.getoption("--known-failures"):
         leave_known_failures_out(config, items)
     if not LONG:

@@ -437,6 +437,7 @@ def test_statistics_of_a_forward_that_became_stale_are_a_warning_and_not_a_secon
     assert torch.equal(before, model[1].running_mean)
 
 
+@pytest.mark.kernel_asserts
 @pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="notes came with Python 3.11")
 def test_an_error_that_only_the_data_can_cause_names_the_line_and_the_rows():
     x, y = xy()

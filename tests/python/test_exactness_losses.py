@@ -412,6 +412,7 @@ def test_pairs_of_rows_fit_where_their_matrix_does_not():
     assert torch.allclose(expected, got, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.kernel_asserts
 @pytest.mark.parametrize("wrong", [PAIRS, -1])
 def test_a_target_that_is_no_class_is_an_error_in_slices_of_classes_too(wrong):
     target = torch.arange(PAIRS)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import DEVICE, LONG
 from helpers import (
+    REAL_GPU,
     EVEN,
     ONE,
     RAGGED,
@@ -712,7 +713,9 @@ def test_bags_of_one_length_are_sliced(dtype, tol, mode, options, weights):
         assert not isinstance(loss, koila.LazyTensor) or not koila.last_plan().gathers
         return {"loss:l": plain(loss), "grad:w": w.grad} | model_state(model)
 
-    compare_programs(program, BAGS, tol=tol)
+    # CUDA's kernel adds a maximum's gradients in any order
+    tol_whole = tol if mode == "max" and REAL_GPU else 0
+    compare_programs(program, BAGS, tol=tol, tol_whole=tol_whole)
 
 
 def test_bags_without_their_gradient_are_sliced():
@@ -776,7 +779,11 @@ def test_bags_with_options_left_out(dtype):
     )
 
 
-@pytest.mark.parametrize("at", [[0, 5], [0, 4, 11, 11, 30], [1, 2, 3]], ids=str)
+@pytest.mark.parametrize(
+    "at",
+    [[0, 5], [0, 4, 11, 11, 30], pytest.param([1, 2, 3], marks=pytest.mark.kernel_asserts)],
+    ids=str,
+)
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_of_other_lengths_are_gathered(mode, at):
     """Of 85 entries; what follows has as many rows as there are bags, and is the batch's no

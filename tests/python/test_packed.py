@@ -580,6 +580,7 @@ def test_recurrences_by_hand_over_time_are_cut_and_run_once(cell, buffer):
     assert most - more == more - few  # linear in the steps
 
 
+@pytest.mark.kernel_asserts
 def test_errors_are_eagers():
     x = torch.randn(B, T, C)
     calls = [
@@ -604,6 +605,7 @@ def test_errors_are_eagers():
         assert str(ours.value) == str(eager.value)
 
 
+@pytest.mark.kernel_asserts
 def test_lengths_that_do_not_fit_are_packed_as_eager_packs_them():
     x = torch.randn(B, T, C)
     for lengths in (LENGTHS[:4], [T + 1] * B):

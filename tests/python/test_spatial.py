@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from conftest import DEVICE, LONG
-from helpers import Cut, compare_along_other, random_state, step_program
+from helpers import REAL_GPU, Cut, compare_along_other, random_state, step_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_helpers import installed, koila_step
@@ -319,7 +319,16 @@ def test_padded_signals_and_volumes_are_cut(name, mode):
     assert gathered and all("_rows" in o for o in gathered), gathered
 
 
-def test_any_rows_of_a_padded_image_and_of_its_gradient():
+@pytest.fixture
+def right_reflections():
+    """Torch 2.11's deterministic reflection of a gradient is wrong on a GPU."""
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(was and not REAL_GPU, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(was, warn_only=True)
+
+
+def test_any_rows_of_a_padded_image_and_of_its_gradient(right_reflections):
     torch.manual_seed(0)
     x = torch.randn(2, 3, 5, 4).double().requires_grad_()
     for mode, name in enumerate(["constant", "reflect", "replicate"]):
@@ -370,12 +379,13 @@ def chain(layers):
 
 def runs(layers, height):
     try:
-        chain(layers)(torch.zeros(1, 2, height, 2))
-    except RuntimeError:  # a result without rows
+        chain(layers)(torch.zeros(1, 2, height, 2)).sum().backward()
+    except RuntimeError:  # a result without rows; a padding that cuDNN refuses
         return False
     return True
 
 
+@pytest.mark.kernel_asserts  # cuDNN refuses other paddings than the CPU
 @settings(max_examples=300 if LONG else 40, deadline=None, derandomize=True)
 @given(chains())
 def test_random_chains_of_convolutions_are_eager_s(drawn):

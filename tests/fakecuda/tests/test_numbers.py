@@ -2,7 +2,12 @@
 gradients and parameters. Run with the environment that build.sh made."""
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import fakecuda
 import pytest
 import torch
 from torch import nn
@@ -479,3 +484,52 @@ def test_dropout_between_layers_of_cudnn(kind):
     assert all(torch.equal(a, b) for a, b in zip(grads, again))
     other = torch.autograd.grad(second.sum(), list(net.parameters()))
     assert not all(torch.equal(a, b) for a, b in zip(grads, other))
+
+
+def test_a_kernel_that_asserts_is_counted_and_what_the_host_refuses_is_not():
+    x, label = torch.randn(3, 4, device="cuda"), torch.tensor([0, 1, 9], device="cuda")
+    before = fakecuda.asserted()
+    with pytest.raises(RuntimeError, match="must match"):
+        x + torch.randn(3, 5, device="cuda")
+    assert fakecuda.asserted() == before
+    with pytest.raises(IndexError, match="out of bounds"):
+        F.cross_entropy(x, label)
+    assert fakecuda.asserted() == before + 1
+
+
+def test_a_test_that_lets_a_kernel_assert_and_is_not_marked_fails(tmp_path):
+    tests = Path(__file__).parents[2] / "python"
+    (tmp_path / "conftest.py").write_text((tests / "conftest.py").read_text())
+    (tmp_path / "test_it.py").write_text(
+        "import pytest, torch\n"
+        "def look():\n"
+        "    with pytest.raises(IndexError):\n"
+        "        torch.nn.functional.cross_entropy(torch.randn(2, 3), torch.tensor([0, 7]))\n"
+        "def test_unmarked():\n    look()\n"
+        "@pytest.mark.kernel_asserts\ndef test_marked():\n    look()\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", str(tmp_path), "-p", "no:cacheprovider"],
+        env={**os.environ, "KOILA_DEVICE": "cuda"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert "1 failed, 1 passed" in ran.stdout, ran.stdout
+    assert "mark it kernel_asserts" in ran.stdout
+
+
+def test_what_only_a_gpu_returns_keeps_its_shape():
+    x, w = torch.randn(4, 3, 2, device="cuda"), torch.ones(3, device="cuda")
+    kept = torch.native_batch_norm(x, w, w, w.clone(), w.clone(), False, 0.1, 1e-5)
+    assert kept[1].shape == kept[2].shape == (3,)
+
+
+@pytest.mark.parametrize("other", [lambda x: x[:4, ::2], lambda x: x.t().contiguous()[1:]])
+def test_dropout_draws_by_how_its_tensor_lies(other):
+    def mask(x):
+        torch.manual_seed(0)
+        return torch.native_dropout(x, 0.5, True)[1]
+
+    x = other(torch.ones(5, 9, device="cuda"))
+    assert torch.equal(mask(x), mask(x)) and not torch.equal(mask(x), mask(x.clone()))
