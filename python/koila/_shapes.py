@@ -302,10 +302,6 @@ def _corrected(func: Any, args: tuple[Any, ...], fakes: list[Any], out: _Out) ->
 
 
 def _correct_on_cuda(func: Any, args: tuple[Any, ...], out: _Out) -> None:
-    if func in _never_training or (func in _batch_norms and not args[5]):
-        # No statistics are saved in evaluation; the shape function has those that were given.
-        like = args[3] if args[1] is None else args[1]
-        out[1:3] = [(_TENSOR, (like.dtype, like.device, (0,), (1,), 0))] * 2
     if func in _states_on_the_host:
         out[2:4] = [(_TENSOR, (o[0], torch.device("cpu"), *o[2:])) for _, o in out[2:4]]
     if func is aten._cudnn_rnn.default:

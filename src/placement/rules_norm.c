@@ -121,15 +121,6 @@ static bool per_channel_rows(koila__case *c, koila_placement x, uint32_t n_full)
     return true;
 }
 
-/* With the statistics given each row is by itself; the statistics that it returns are empty. */
-static bool batch_norm_given(koila__case *c)
-{
-    for (uint32_t j = 1; j < c->n_out; j++)
-        if (c->out_meta[j] && c->out_meta[j]->n_elements)
-            return false;
-    return koila__out_rows_and_sums(c, c->in[0]);
-}
-
 /* Of a batch, with the two numbers that a training step of batch norm uses them with. */
 typedef struct statistics {
     double momentum, eps;
@@ -170,9 +161,8 @@ static bool normalise(koila__case *c, const statistics *t)
     const koila_dtype type = weight == KOILA_NONE
                                  ? koila_meta_get(c->table, c->sig->outputs[1])->dtype
                                  : c->in_meta[weight]->dtype;
-    const int64_t none[1] = { 0 };
-    const koila_meta empty = koila__emit_meta(c, c->in_meta[0], type, 1, none);
-    const koila_meta out[3] = { c->sig->outputs[0], empty, empty };
+    /* the statistics that it returns are not asked for: each row is by itself */
+    const koila_meta out[3] = { c->sig->outputs[0], KOILA_NONE, KOILA_NONE };
     koila_value result[3];
     koila__call k;
     koila__emit_begin(c, &k, "aten::_native_batch_norm_legit_no_training", 0);
@@ -231,6 +221,33 @@ static bool batch_norm_training(koila__case *c, uint32_t pos_mean, uint32_t pos_
     return all_replaced(c);
 }
 
+/* In evaluation, with the running statistics. The CPU's kernels return empty ones, a GPU's those
+ * that were given: they are the same in each slice. */
+static bool batch_norm_given(koila__case *c, uint32_t pos_mean, uint32_t pos_momentum)
+{
+    uint64_t n_saved = 0;
+    for (uint32_t j = 1; j < c->n_out; j++)
+        n_saved += c->out_meta[j] ? c->out_meta[j]->n_elements : 0;
+    if (n_saved == 0)
+        return koila__out_rows_and_sums(c, c->in[0]);
+    if (!c->may_emit || c->n_out != 3 || pos_mean == KOILA_NONE)
+        return false;
+    const uint32_t mean = koila__input_at(c, pos_mean);
+    const uint32_t var = koila__input_at(c, pos_mean + 1);
+    if (mean == KOILA_NONE || var == KOILA_NONE)
+        return false;
+    statistics t = { .stat = c->sig->outputs[1] };
+    const koila_dtype type = koila_meta_get(c->table, t.stat)->dtype;
+    t.mean = koila__emit_scalar(c, "aten::mul.Tensor", koila__emit_cast(c, c->in_value[mean], type),
+                                1.0, t.stat);
+    t.var = koila__emit_cast(c, c->in_value[var], type);
+    if (!koila__arg_number(c, pos_momentum, 0.1, &t.momentum) ||
+        !koila__arg_number(c, pos_momentum + 1, 1e-5, &t.eps))
+        return false;
+    save_statistics(c, &t);
+    return normalise(c, &t);
+}
+
 /* Positions: input 0, weight 1, bias 2, running_mean pos_mean (KOILA_NONE: none), running_var
  * pos_mean + 1, then training, momentum, eps. */
 static bool batch_norm(koila__case *c, uint32_t pos_mean, uint32_t pos_training)
@@ -247,7 +264,8 @@ static bool batch_norm(koila__case *c, uint32_t pos_mean, uint32_t pos_training)
     for (uint32_t i = 1; i < c->n_in; i++)
         if (!koila__is_r(c->in[i]))
             return false;
-    return training ? batch_norm_training(c, pos_mean, pos_training) : batch_norm_given(c);
+    return training ? batch_norm_training(c, pos_mean, pos_training)
+                    : batch_norm_given(c, pos_mean, pos_training + 1);
 }
 
 /* x, w, b, rm, rv, training, momentum, eps */
@@ -262,7 +280,7 @@ bool koila__rule_batch_norm_eval(koila__case *c)
         return false;
     for (uint32_t i = 1; i < c->n_in; i++)
         koila__need_r(c, i);
-    return batch_norm_given(c);
+    return batch_norm_given(c, 3, 5);
 }
 
 /* A channel vector [C] as [1, C, 1, ...] beside x */
