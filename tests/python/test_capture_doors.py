@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from helpers import REAL_GPU
 
 import koila
 from koila import LazyTensor, UnsupportedError, _core, _tensor, lazy
@@ -186,12 +187,18 @@ def facts_of(t):
     )
 
 
+def needs_wrappers_by_parts():
+    if not _tensor.learn_wrappers():
+        pytest.skip("this torch makes other wrappers: koila asks it for each")
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_wrapper_made_by_parts_is_the_one_torch_makes_from_arguments(inference):
     for dtype in DTYPES:
         for size, stride, offset in LAYOUTS_OF_NOTHING:
             with torch.inference_mode(inference):
                 pair = _core.wrapper_pair((dtype, torch.device("cpu"), size, stride, offset))
+            needs_wrappers_by_parts()
             assert pair[1] is not None
             # asked alike: CPython 3.14 counts references by how they are asked for
             known, made = (facts_of(t) for t in pair)
@@ -229,12 +236,14 @@ def test_a_torch_that_makes_other_wrappers_is_noticed(what, monkeypatch):
             )
         return known, pair((meta[0], meta[1], (3, 2), *meta[3:]))[1]
 
-    assert _tensor.learn_wrappers()
+    needs_wrappers_by_parts()
     monkeypatch.setattr(_core, "wrapper_pair", other)
     assert not _tensor.learn_wrappers()
 
 
 def test_a_step_is_the_same_where_wrappers_are_made_by_arguments(x):
+    needs_wrappers_by_parts()
+
     def step(by_parts):
         was = _core.wrap_by_parts(by_parts)
         try:
@@ -757,7 +766,8 @@ def test_foreach(x):
             # CUDA's own lerp_ of a list counts no version: autograd would not notice it
             assert p._version == q._version + (x.is_cuda)
         for p, q in zip(torch._foreach_norm(a), torch._foreach_norm(b)):
-            assert torch.equal(koila.run(p), q)
+            # CUDA's norm of a list adds in another order than that of a tensor
+            torch.testing.assert_close(koila.run(p), q, rtol=1e-14 if REAL_GPU else 0, atol=0)
 
 
 def test_foreach_counts_versions_so_that_autograd_notices(x):

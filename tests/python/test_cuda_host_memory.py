@@ -107,15 +107,21 @@ def test_a_step_whose_results_wait_in_host_memory_leaves_what_eager_leaves(name,
     assert n_offloaded or rows > 1, "none ever waited there"
 
 
+def pinned_so_far():
+    """Bytes. (When a block is free again depends on when torch asks the copies whether they are
+    done, so the most at a time would not tell.)"""
+    return torch.cuda.memory.host_memory_stats()["active_bytes.allocated"]
+
+
 def test_what_waits_is_told_and_is_all_that_is_pinned():
     case = Case("convolutions")
-    torch._C._host_emptyCache()
-    torch.cuda.memory.reset_peak_host_memory_stats()
+    case.know(FREE)
+    pinned_before = pinned_so_far()
     case.below(0.5)
     plan = koila.last_plan()
     assert plan.n_offloaded and f"{plan.n_offloaded} values" in str(plan)
     assert plan.n_run == plan.n_recorded + plan.n_recomputed
-    pinned = torch.cuda.memory.host_memory_stats()["active_bytes.peak"]
+    pinned = pinned_so_far() - pinned_before
     assert plan.offloaded_bytes <= pinned <= plan.offloaded_bytes + plan.n_offloaded
 
 

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from helpers import (
+    WHOLE_BATCH_NORM,
     SLICES,
     assert_same,
     model_state,
@@ -460,7 +461,8 @@ def test_cudnn_convolutions(kind, m):
             make,
             m,
             tol=5e-2 if "bf16" in kind else 1e-11,
-            bits=kind not in ("benchmark", "depthwise bf16"),
+            bits=kind not in ("benchmark", "depthwise bf16")
+            and not (kind == "batch norm" and WHOLE_BATCH_NORM),
         )
 
 
@@ -938,8 +940,8 @@ def test_a_forked_child_lets_go_of_the_step():
                 lambda: torch.randn(3, device="cuda"),
                 lambda: loss.backward(),
             )
-            for i, ask in enumerate(asks):
-                assert child(ask) == 7, i
+            refused = child(asks[0])  # some versions of torch say why
+            assert refused in (3, 7) and child(asks[1]) == 7 and child(asks[2]) == refused
             loss.backward()
         assert torch.allclose(w.grad, expected), (w.grad, expected)
         """

@@ -8,7 +8,16 @@ import gc
 import pytest
 import torch
 from conftest import DEVICE
-from helpers import ONE, RAGGED, WHOLE, assert_same, model_state, rows, run_python
+from helpers import (
+    ONE,
+    RAGGED,
+    WHOLE,
+    WHOLE_BATCH_NORM,
+    assert_same,
+    model_state,
+    rows,
+    run_python,
+)
 from memory_helpers import installed
 from torch import nn
 from torch.nn import functional as F
@@ -490,7 +499,7 @@ def test_batch_norm_of_one_sample_runs_its_step_once(functional):
     model.zero_grad(set_to_none=True)
     model.load_state_dict(start)
     forward(model, lazy(x)).backward()
-    assert_same(expected, model_state(model), 0)
+    assert_same(expected, model_state(model), 1e-5 if WHOLE_BATCH_NORM else 0)
     assert koila.last_plan().replay_ratio <= 1.01
 
 

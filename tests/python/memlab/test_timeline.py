@@ -173,7 +173,7 @@ def test_files(tmp_path):
     page.feed((tmp_path / "t.html").read_text())
     assert "script" not in page.tags and "link" not in page.tags and page.tags.count("svg") == 1
     highest = min(float(y) for d in page.paths for y in re.findall(r"\d+ (-?[\d.]+) ", d))
-    assert highest == 0.0  # the curve touches the top of the picture: the peak
+    assert abs(highest) <= 0.1  # the curve touches the top of the picture: the peak
     data = json.loads((tmp_path / "t.json").read_text())
     assert (
         data["peak"] == t.peak
