@@ -25,6 +25,7 @@ typedef enum koila__inside_kind {
     KOILA__INSIDE_NORM,    /* dims are argument 2 */
     KOILA__INSIDE_GEMM,
     KOILA__INSIDE_CONV,
+    KOILA__INSIDE_CONV_GRAD,
     KOILA__INSIDE_DENSE, /* the first two inputs are copied where they are not contiguous */
     KOILA__INSIDE_LAYER_NORM,
     KOILA__INSIDE_LAYER_NORM_GRAD,
@@ -101,6 +102,11 @@ bool koila__is_silent(const koila_device *d);
 /* Would torch try cuDNN's attention first on this device, with a new enough cuDNN?
  */
 bool koila__may_prefer_cudnn(const koila_device *d);
+
+static inline bool koila__is_convolution(koila__inside_kind kind)
+{
+    return kind == KOILA__INSIDE_CONV || kind == KOILA__INSIDE_CONV_GRAD;
+}
 
 static inline bool koila__is_half(koila_dtype dtype)
 {

@@ -362,7 +362,8 @@ static void note_operators(koila_prediction *p, const prediction_input *x, const
         note(p, "attention with dropout: fused kernels make no square matrices; the high end "
                 "keeps them, for the kernel is not known");
     if (seen[KOILA__INSIDE_CONV])
-        note(p, "every convolution is taken to use the profile's convolution workspace");
+        note(p, "convolutions are taken to copy their operands for tensor cores (as on an H200), "
+                "else to use the profile's convolution workspace");
     if (seen[KOILA__INSIDE_GEMM])
         note(p, "cuBLAS keeps one workspace for forward and one for backward");
     if (seen[KOILA__INSIDE_RNN])

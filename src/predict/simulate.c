@@ -258,7 +258,7 @@ void koila__sim_run_node(koila__sim *s, koila_node n, uint16_t steal)
     temps.bytes[0] -= kept < temps.bytes[0] ? kept : temps.bytes[0];
     /* [read: Conv_v8.cpp, try_plans] where a convolution's workspace does not fit, torch takes an
      * engine with a smaller one; what was measured is of the engine that was taken */
-    s->may_do_without = k.kind == KOILA__INSIDE_CONV && !is_measured;
+    s->may_do_without = koila__is_convolution(k.kind) && !is_measured;
     use(s, temps.bytes, temps.n_early);
     use(s, temps.bytes + temps.n_early, temps.n - temps.n_early);
     s->may_do_without = false;
