@@ -3,8 +3,9 @@
  *
  * A row says what is new from that version on; later rows inherit. `verified` says how we know:
  * "simulated" (recordings of that version's own allocator on a simulated device are replayed
- * without a difference: tools/allocator_matrix.py), "read" (read in that version's source), "told"
- * (known from a change's description). None has been checked on hardware.
+ * without a difference: tools/allocator_matrix.py), "hardware" (so are recordings made on a GPU:
+ * tools/record_history.py), "read" (read in that version's source), "told" (known from a change's
+ * description).
  *
  * The string: key:value,key:value,...  where a value may be a list [a:b,c:d]. Blanks do not count.
  * A string found in a snapshot was accepted by torch, whose integers are read like C's strtol
@@ -29,7 +30,7 @@ static const profile profiles[] = {
       "per_process_memory_fraction; no cap at 1.0; expandable blocks skipped" },
     { 210, KOILA_RULE_OOM_POOLS_FIRST | KOILA_RULE_NO_SPLIT_POOLS, KOILA_RULE_OOM_POOLS_LAST,
       "simulated", "use_on_oom before retries; no_split pools" },
-    { 211, KOILA_RULE_LARGE_SEGMENT, 0, "simulated", "large_segment_size_mb" },
+    { 211, KOILA_RULE_LARGE_SEGMENT, 0, "hardware", "large_segment_size_mb" },
     { 212, KOILA_RULE_OLDEST_BLOCK | KOILA_RULE_POOL_ID_IN_TRACE, 0, "simulated",
       "ties to the oldest block; pool_id in traces" },
     { 213,
@@ -47,6 +48,8 @@ const char *koila_cache_verified_words(const char *verified)
     static const char *const words[][2] = {
         { "simulated",
           "checked against that version's own allocator on a simulated device, never on hardware" },
+        { "hardware", "checked against that version's own allocator on a GPU (an H200), its memory "
+                      "pools on a simulated device alone" },
         { "read", "read in its source, not yet proved on a recording of that version" },
         { "told", "known from descriptions of its changes, not yet proved on a recording of that "
                   "version" },

@@ -177,10 +177,10 @@ TEST(config__a_version_is_its_row_and_all_before_it)
 
 TEST(config__what_is_claimed_of_a_version_is_what_was_checked)
 {
-    static const char *const v[][2] = { { "2.8", "told" },       { "2.9", "told" },
-                                        { "2.10", "simulated" }, { "2.12.1", "simulated" },
-                                        { "2.13", "simulated" }, { "2.15", "simulated" },
-                                        { "2.16", "later" } };
+    static const char *const v[][2] = { { "2.8", "told" },         { "2.9", "told" },
+                                        { "2.10", "simulated" },   { "2.11", "hardware" },
+                                        { "2.12.1", "simulated" }, { "2.13", "simulated" },
+                                        { "2.15", "simulated" },   { "2.16", "later" } };
     for (size_t i = 0; i < KOILA_COUNT(v); i++) {
         koila_cache_config c;
         CHECK_EQ(koila_cache_config_init(&c, v[i][0]), KOILA_OK);
