@@ -3,9 +3,10 @@ and koila.compile() of the model as it was written against that.
 
 Both run slices of the same size, with the same loss over the whole batch, and start with the same
 memory of compiled code. The ratio is that of process times (medians), so that other work on the
-machine counts less; the memory is the peak of torch's bytes.
+machine counts less (on a GPU: of the clock's); the memory is the peak of torch's bytes.
 
     python bench/bench_compiled.py [--models gpt2,vit,mlp,resnet] [--rounds 7] [--without-loops]
+        [--device cuda]
     python bench/bench_compiled.py --dropout 0.1 [--models gpt2,mlp] [--rounds 7]
 
 With dropout a compiled model draws other numbers than plain PyTorch, and koila the same: what is
@@ -14,14 +15,14 @@ compared is koila.compile() against the same slices uncompiled.
 
 import argparse
 import statistics
-import time
 
+import meter
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import koila
-from koila import _compile, _core, lazy
+from koila import _compile, lazy
 
 
 class Block(nn.Module):
@@ -119,6 +120,17 @@ MODELS = {
     "mlp": (mlp, lambda: classes(2048, 784, n=10), 512),
     "resnet": (resnet, lambda: classes(32, 3, 32, 32, n=10), 8),
 }
+# the same, of sizes that keep a GPU busy
+ON_GPU = {
+    "gpt2": (
+        lambda dropout=0.0: Gpt2(dropout, 32768, 768, 4, 512),
+        lambda: tokens(32, 512, 32768),
+        8,
+    ),
+    "vit": (lambda: Vit(768), lambda: classes(256, 3, 64, 64, n=100), 64),
+    "mlp": (mlp, lambda: classes(65536, 784, n=10), 16384),
+    "resnet": (resnet, lambda: classes(256, 3, 128, 128, n=10), 64),
+}
 
 
 def mean_loss(out, y):
@@ -142,13 +154,13 @@ def with_loops(model, x, y, rows):
 
 
 def measured(step, model, x, y, rows):
-    """Process time and the peak of torch's bytes above what was held before."""
+    """Seconds and the peak of torch's bytes above what was held before."""
     for p in model.parameters():
         p.grad = None
-    _core.cpu_bytes_reset_peak()
-    before, begun = _core.cpu_bytes_current(), time.process_time()
+    meter.reset_peak()
+    before, begun = meter.held(), meter.clock()
     step(model, x, y, rows)
-    return time.process_time() - begun, _core.cpu_bytes_peak() - before
+    return meter.clock() - begun, meter.peak() - before
 
 
 def told(plan):
@@ -159,8 +171,9 @@ def prepared(name):
     """A new model, the same compiled, a batch, and the rows of a slice."""
     make, batch, rows = MODELS[name]
     torch.manual_seed(0)
-    model = make()
-    x, y = batch()
+    with meter.device():
+        model = make()
+        x, y = batch()
     return model, torch.compile(model), x, y, rows
 
 
@@ -194,7 +207,8 @@ def compare_dropout(name, n_rounds, dropout):
     """koila.compile() of a model with dropout, against the same slices uncompiled."""
     make, batch, rows = MODELS[name]
     torch.manual_seed(0)
-    model, (x, y) = make(dropout), batch()
+    with meter.device():
+        model, (x, y) = make(dropout), batch()
     steps, grads = (with_koila, with_loops), {}
     times, peaks = {step: [] for step in steps}, {}
     for _ in range(4):
@@ -264,9 +278,11 @@ def main():
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--without-loops", action="store_true")
     parser.add_argument("--dropout", type=float, default=0.0, help="of gpt2 and mlp")
+    meter.add_option(parser)
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    lazy(torch.zeros(2, 2))  # counts torch's bytes from here on
+    meter.use(given.device)
+    if given.device == "cuda":
+        MODELS.update(ON_GPU)
     for name in given.models.split(","):
         if given.dropout:
             compare_dropout(name, given.rounds, given.dropout)

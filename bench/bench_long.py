@@ -1,31 +1,51 @@
 """One long sequence: its tokens cut by koila, against checkpointing by hand, as ratios.
 
-    python bench/bench_long.py [--repeat 3] [--longest]
+    python bench/bench_long.py [--repeat 3] [--longest] [--device cuda]
 
-GPT-2, 8 layers of 128, vocabulary 8,000, one sample of 1,024 tokens, float32, one thread. By hand:
-torch.utils.checkpoint around each block. Processor time, the least of all turns, which all ways
-take in one process; peaks are the bytes of torch's allocator above model and data, gradients
-included. `--longest` instead seeks the longest sequence that trains in what plain PyTorch needs for
-512 tokens, doubled as long as it trains, up to 16 times, then halved between.
+GPT-2, 8 layers of 128, vocabulary 8,000, one sample of 1,024 tokens, float32, one thread; on a GPU
+12 layers of 768, vocabulary 50,257, 8,192 tokens. By hand: torch.utils.checkpoint around each
+block. Processor time (on a GPU: of the clock), the least of all turns, which all ways take in one
+process; peaks are the bytes of torch's allocator above model and data, gradients included.
+
+`--longest` instead seeks the longest sequence that trains in what plain PyTorch needs for 512
+tokens (on a GPU 4,096), doubled as long as it trains, up to 16 times, then halved between.
 """
 
 import argparse
 import itertools
-import time
+from typing import NamedTuple
 
+import meter
 import torch
-from in_turns import MIB, difference
+from in_turns import difference
+from meter import MIB
 from torch.nn import functional as F
 from small_gpt2 import small_gpt2
 
 import koila
-from koila import _core, lazy
+from koila import lazy
 
-TOKENS = 1024
-SLICES = (512, 256, 128, 64)
+PARTS = (2, 4, 8, 16)  # slices of a sequence
 SHARES = (0.4, 0.3, 0.25, 0.2)
-SHORT = 512  # tokens of plain's longest sequence
-LONGEST = 16  # times that: where the search ends
+LONGEST = 16  # times plain's longest sequence: where the search ends
+
+
+class Size(NamedTuple):
+    n_layer: int
+    n_head: int
+    n_embd: int
+    vocab_size: int
+    tokens: int
+    short: int  # tokens of plain's longest sequence
+
+    def model(self, tokens):
+        return small_gpt2(self.n_layer, self.n_head, self.n_embd, self.vocab_size, tokens)
+
+    def sample(self, tokens):
+        return torch.randint(self.vocab_size, (2, 1, tokens)).unbind()
+
+
+SIZES = {"cpu": Size(8, 4, 128, 8000, 1024, 512), "cuda": Size(12, 12, 768, 50257, 8192, 4096)}
 
 
 def as_is(*values):
@@ -39,12 +59,12 @@ def next_token(model, ids, labels):
 def once(model, ids, labels, wrap=as_is, budget=None):
     """Seconds, and peak bytes above model and data. `budget`: bytes above them."""
     model.zero_grad(set_to_none=True)
-    base = _core.cpu_bytes_current()
-    _core.cpu_bytes_reset_peak()
-    start = time.process_time()
+    base = meter.held()
+    meter.reset_peak()
+    start = meter.clock()
     with koila.budget(None if budget is None else base + budget):
         next_token(model, *wrap(ids, labels)).backward()
-    return time.process_time() - start, _core.cpu_bytes_peak() - base
+    return meter.clock() - start, meter.peak() - base
 
 
 class Way:
@@ -67,17 +87,19 @@ class Way:
         self.apart = difference(model, expected) if expected else 0.0
 
 
-def compare(repeat):
+def compare(size, repeat):
     torch.manual_seed(0)
-    model = small_gpt2(8, 4, 128, 8000, TOKENS)
-    ids, labels = torch.randint(8000, (2, 1, TOKENS)).unbind()
+    with meter.device():
+        model = size.model(size.tokens)
+        ids, labels = size.sample(size.tokens)
     gradients = sum(p.nbytes for p in model.parameters())
     once(model, ids, labels)
     peak = once(model, ids, labels)[1]
     expected = [p.grad.clone() for p in model.parameters()]
     ways = [Way("plain"), Way("blocks checkpointed by hand", checkpointed=True)]
     ways += [
-        Way(f"{n} tokens a slice", wrap=lambda *v: lazy(*v, batch=1), tokens=n) for n in SLICES
+        Way(f"{n} tokens a slice", wrap=lambda *v: lazy(*v, batch=1), tokens=n)
+        for n in (size.tokens // parts for parts in PARTS)
     ]
     ways += [Way(f"budget of {s:.2f}", wrap=lazy, budget=int(s * peak)) for s in SHARES]
     for _, way in itertools.product(range(repeat + 1), ways):
@@ -102,9 +124,9 @@ def compare(repeat):
         print()
 
 
-def seconds_in(budget, model, n_tokens, wrap):
-    """Processor seconds of a step of so many tokens; None: it runs out of memory."""
-    ids, labels = torch.randint(8000, (2, 1, n_tokens)).unbind()
+def seconds_in(budget, model, sample, n_tokens, wrap):
+    """Seconds of a step of so many tokens; None: it runs out of memory."""
+    ids, labels = (t[:, :n_tokens] for t in sample)
     try:
         return once(model, ids, labels, wrap, budget)[0]
     except koila.OutOfMemory:
@@ -115,10 +137,10 @@ def seconds_in(budget, model, n_tokens, wrap):
     return None
 
 
-def longest_of(seconds_at):
+def longest_of(short, seconds_at):
     """The longest sequence that trains: doubled, then halved between."""
-    best, too_long, n_tokens = SHORT, None, 2 * SHORT
-    while n_tokens <= LONGEST * SHORT and n_tokens - best >= SHORT // 4:
+    best, too_long, n_tokens = short, None, 2 * short
+    while n_tokens <= LONGEST * short and n_tokens - best >= short // 4:
         seconds = seconds_at(n_tokens)
         print(f"  {n_tokens} tokens: {'too long' if seconds is None else f'{seconds:.1f} s'}")
         if seconds is None:
@@ -129,23 +151,26 @@ def longest_of(seconds_at):
     return best
 
 
-def longest():
+def longest(size):
     """How many times plain's longest sequence trains in the same memory."""
     torch.manual_seed(0)
-    model = small_gpt2(8, 4, 128, 8000, LONGEST * SHORT)
-    ids, labels = torch.randint(8000, (2, 1, SHORT)).unbind()
+    short = size.short
+    with meter.device():
+        model = size.model(LONGEST * short)
+        sample = size.sample(LONGEST * short)
+    ids, labels = (t[:, :short] for t in sample)
     once(model, ids, labels)
     budget = once(model, ids, labels)[1]
-    print(f"plain: {SHORT} tokens in {budget / MIB:.1f} MiB")
+    print(f"plain: {short} tokens in {budget / MIB:.1f} MiB")
     for name, wrap in (("blocks checkpointed by hand", as_is), ("koila", lazy)):
         if wrap is as_is:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        best = longest_of(lambda n, wrap=wrap: seconds_in(budget, model, n, wrap))
+        best = longest_of(short, lambda n, wrap=wrap: seconds_in(budget, model, sample, n, wrap))
         model.gradient_checkpointing_disable()
-        print(f"{name}: {best} tokens, {best / SHORT:.2f} x")
-    for n_tokens in sorted({min(8 * SHORT, best), best}):
-        cut = seconds_in(budget, model, n_tokens, lazy)  # warm
-        plain = seconds_in(None, model, n_tokens, as_is)
+        print(f"{name}: {best} tokens, {best / short:.2f} x")
+    for n_tokens in sorted({min(8 * short, best), best}):
+        cut = seconds_in(budget, model, sample, n_tokens, lazy)  # warm
+        plain = seconds_in(None, model, sample, n_tokens, as_is)
         print(f"  {n_tokens} tokens: {koila.last_plan().axis}, {cut / plain:.2f} x plain's time")
 
 
@@ -153,12 +178,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--longest", action="store_true")
+    meter.add_option(parser)
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    meter.use(options.device)
+    size = SIZES[options.device]
     if options.longest:
-        longest()
+        longest(size)
     else:
-        compare(options.repeat)
+        compare(size, options.repeat)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What koila costs where everything fits: the time of a step, lazy : plain, for six models.
 
     python bench/bench_overhead.py [--model mlp,gpt2-4] [--turns 40] [--seconds 0.25]
+        [--device cuda]
 
 Each model has a process of its own, with one thread. Three ways to run its step take turns of some
 steps each, which last `--seconds`:
@@ -9,8 +10,8 @@ steps each, which last `--seconds`:
 - aside: koila in the steady state, where torch does the step alone and koila looks at one in 1024;
 - recorded: under `koila.step_aside(False)` every step is recorded and run.
 
-Told are the processor time of a plain step, and for both others the median over the turns of the
-time relative to plain's of the same turn, with the quartiles.
+Told are the processor time of a plain step (on a GPU: of the clock), and for both others the median
+over the turns of the time relative to plain's of the same turn, with the quartiles.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
+import meter
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -101,14 +102,16 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
     return ordered[n // 4], ordered[n // 2], ordered[(3 * n) // 4]
 
 
-def measure(name: str, turns: int, seconds: float) -> None:
+def measure(name: str, turns: int, seconds: float, device: str) -> None:
     torch.manual_seed(0)
-    model, loss_of, batch = MODELS[name]()
+    meter.use(device)
+    with meter.device():
+        model, loss_of, batch = MODELS[name]()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
     def steps(n: int, lazy: bool) -> float:
-        """Seconds of one of n steps, of processor time."""
-        start = time.process_time()
+        """Seconds of one of n steps."""
+        start = meter.clock()
         for _ in range(n):
             given: Any = batch
             if lazy:
@@ -118,7 +121,7 @@ def measure(name: str, turns: int, seconds: float) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        return (time.process_time() - start) / n
+        return (meter.clock() - start) / n
 
     def recorded(n: int) -> float:
         with koila.step_aside(False):
@@ -149,11 +152,12 @@ if __name__ == "__main__":
     parser.add_argument("--model", default=",".join(MODELS), help="which, separated by commas")
     parser.add_argument("--turns", type=int, default=40, help="of each way")
     parser.add_argument("--seconds", type=float, default=0.25, help="that a turn lasts")
+    meter.add_option(parser)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     names = arguments.model.split(",")
     if len(names) == 1:
-        measure(names[0], arguments.turns, arguments.seconds)
+        measure(names[0], arguments.turns, arguments.seconds, arguments.device)
     for name in names if len(names) > 1 else []:
         rest = ["--turns", str(arguments.turns), "--seconds", str(arguments.seconds)]
+        rest += ["--device", arguments.device]
         subprocess.run([sys.executable, __file__, "--model", name, *rest], check=True)
