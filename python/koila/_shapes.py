@@ -287,6 +287,9 @@ def _corrected(func: Any, args: tuple[Any, ...], fakes: list[Any], out: _Out) ->
         out[3:] = [(_TENSOR, _meta_of_result(f)) for f in fakes[-2:]]
     if device_type == "cuda":
         _correct_on_cuda(func, args, out)
+    if func is _attention_of_the_cpu and fakes[0].dtype == torch.float64:
+        # The kernel sums in the type of the scores; the shape function before torch 2.13 says f32.
+        out[1] = (_TENSOR, (torch.float64, *out[1][1][1:]))
     if func is aten.mkldnn_rnn_layer.default:
         out[3] = (_TENSOR, _rnn_workspace(args, out[3][1]))
     memory_format = _format_of(func, args, fakes, device_type) if out and out[0][0] else None
@@ -338,6 +341,7 @@ _never_training = {aten._native_batch_norm_legit_no_training.default}
 # Of these, results 2 and 3 are the state of the generator, numbers of the host.
 _states_on_the_host = {aten._scaled_dot_product_efficient_attention.default}
 _norm_backward = aten.native_batch_norm_backward.default
+_attention_of_the_cpu = aten._scaled_dot_product_flash_attention_for_cpu.default
 # The CPU's kernels lay result 0 out in the memory format that this input suggests, contiguous where
 # it suggests none. The shape functions follow any strides (batch norm), or forget channels_last
 # (unpooling, torch 2.14's group norm).

@@ -2,7 +2,10 @@
 in the README."""
 
 import pytest
+import torch
 from helpers import run_python
+
+from koila._shapes import shape
 
 # A stash of torch 2.11 keeps no reference of its own, and lets go of one when it is replaced.
 OLD_STASH = """
@@ -72,3 +75,12 @@ print(type(torch.Tensor.grad) is not type(torch._C.TensorBase.grad), told() == b
 print(torch.Tensor.data.__name__, torch.Tensor.data.__objclass__.__name__)
 """
     assert run_python(code).split() == ["True", "True", "data", "TensorBase"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_attention_on_the_cpu_is_recorded_in_the_types_of_its_kernel(dtype):
+    """The shape function of torch 2.11 has another type for the sums of doubles."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    q = torch.randn(1, 2, 5, 8, dtype=dtype, device="cpu")
+    found = [t.dtype for t in attention(q, q, q)]
+    assert [meta[0] for _, meta in shape(attention, (q, q, q), {})[1]] == found
