@@ -13,16 +13,15 @@ import os
 import platform
 import time
 
+import meter
 import torch
+from meter import MIB
 from torch import nn
 from torch.nn import functional as F
 
 import koila
 from koila import _core, lazy
 from koila._plan import Plan
-
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-MIB = 2**20
 
 
 def ce(model, x, y):
@@ -171,23 +170,13 @@ def whole(model, loss, batch, m):
 def once(step, model, loss, batch, m):
     """Seconds and peak bytes of one step, on the default device."""
     model.zero_grad(set_to_none=True)
-    if torch.get_default_device().type == "cuda":
-        return once_on_gpu(step, model, loss, batch, m)
-    base = _core.cpu_bytes_current()
-    _core.cpu_bytes_reset_peak()
+    meter.wait()
+    base = meter.held()
+    meter.reset_peak()
     start = time.perf_counter()
     step(model, loss, batch, m)
-    return time.perf_counter() - start, _core.cpu_bytes_peak() - base
-
-
-def once_on_gpu(step, model, loss, batch, m):
-    torch.cuda.synchronize()
-    base = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    step(model, loss, batch, m)
-    torch.cuda.synchronize()
-    return time.perf_counter() - start, torch.cuda.max_memory_allocated() - base
+    meter.wait()
+    return time.perf_counter() - start, meter.peak() - base
 
 
 def compare(name, repeat):
@@ -312,8 +301,9 @@ def main():
     parser.add_argument("--only")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     args = parser.parse_args()
+    meter.use(args.device)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.set_default_device(args.device)
-    _core.cpu_bytes_install()
     cpu = next(
         (
             line.split(":")[1].strip()
@@ -322,9 +312,8 @@ def main():
         ),
         platform.machine(),
     )
-    gpu = f"{torch.cuda.get_device_name()}, " if args.device == "cuda" else ""
     print(
-        f"{gpu}{cpu}, {torch.get_num_threads()} thread, torch {torch.__version__}, Python "
+        f"{cpu}, {torch.get_num_threads()} thread, torch {torch.__version__}, Python "
         f"{platform.python_version()}; ms and MiB, best of {args.repeat}"
     )
     head = (

@@ -14,7 +14,8 @@ import math
 import os
 
 import torch
-from in_turns import MIB, in_turns
+from in_turns import in_turns
+from meter import MIB
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence

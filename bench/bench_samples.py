@@ -11,7 +11,8 @@ import argparse
 import math
 
 import torch
-from in_turns import MIB, in_turns
+from in_turns import in_turns
+from meter import MIB
 from torch import nn
 from torch.nn import functional as F
 

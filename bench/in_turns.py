@@ -4,10 +4,9 @@ within half of plain's activations. For the programs beside it."""
 import time
 from typing import NamedTuple
 
-import koila
-from koila import _core
+import meter
 
-MIB = 2**20
+import koila
 
 
 class Turns(NamedTuple):
@@ -24,11 +23,11 @@ class Turns(NamedTuple):
 def once(step, model, batch, n):
     """Seconds, and peak bytes above model and data."""
     model.zero_grad(set_to_none=True)
-    base = _core.cpu_bytes_current()
-    _core.cpu_bytes_reset_peak()
+    base = meter.held()
+    meter.reset_peak()
     start = time.perf_counter()
     step(model, *batch, n)
-    return time.perf_counter() - start, _core.cpu_bytes_peak() - base
+    return time.perf_counter() - start, meter.peak() - base
 
 
 def difference(model, gradients):
@@ -52,7 +51,7 @@ def in_turns(model, batch, plain, by_hand, in_half, repeat, others=()):
     for turn in range(repeat + 1):  # the first one warms up
         for step in (plain, *others, by_hand, in_half):
             model.zero_grad(set_to_none=True)
-            budget = _core.cpu_bytes_current() + allowed if step is in_half else None
+            budget = meter.held() + allowed if step is in_half else None
             with koila.budget(budget):
                 seconds, peaks[step] = once(step, model, batch, n)
             apart[step] = difference(model, gradients)

@@ -42,8 +42,14 @@ def clock() -> float:
     """Seconds of processor time; with a GPU those of the clock, when the GPU has done all."""
     if _device == "cpu":
         return time.process_time()
-    torch.cuda.synchronize()
+    wait()
     return time.perf_counter()
+
+
+def wait() -> None:
+    """Until the GPU has done all."""
+    if _device != "cpu":
+        torch.cuda.synchronize()
 
 
 def held() -> int:

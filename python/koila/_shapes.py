@@ -331,13 +331,6 @@ def _format_of(func: Any, args: tuple[Any, ...], fakes: list[Any], device_type: 
     return None if like is None else torch._prims_common.suggest_memory_format(fakes[like])
 
 
-# (x, weight, bias, running_mean, running_var, training, momentum, eps)
-_batch_norms = {
-    aten.native_batch_norm.default,
-    aten._native_batch_norm_legit.default,
-    aten._native_batch_norm_legit_functional.default,
-}
-_never_training = {aten._native_batch_norm_legit_no_training.default}
 # Of these, results 2 and 3 are the state of the generator, numbers of the host.
 _states_on_the_host = {aten._scaled_dot_product_efficient_attention.default}
 _norm_backward = aten.native_batch_norm_backward.default

@@ -268,6 +268,13 @@ def rendezvous():
 
 # A GPU's kernels may add in another order each time, or in slices; the simulated device's do not.
 REAL_GPU = os.environ.get("KOILA_DEVICE") == "cuda" and "(fake)" not in torch.cuda.get_device_name()
+
+
+def torch_version():
+    """(major, minor)"""
+    return tuple(int(n) for n in torch.__version__.split(".")[:2])
+
+
 # A step that is not cut runs eager's kernels and gives eager's bits, but for batch norm in training
 # on a GPU: eager runs cuDNN's, koila torch's own.
 WHOLE_BATCH_NORM = 1e-12 if REAL_GPU else 0
