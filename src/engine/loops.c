@@ -3,7 +3,10 @@
  *
  * A result that no later loop needs goes to the loop where it adds the least work. So all gradients
  * and the loss of an ordinary step share the last loop, while a weight gradient in a net of
- * barriers (BatchNorm) is made in the loop that has its inputs.
+ * barriers (BatchNorm) is made in the loop that has its inputs. The same holds for a small sum that
+ * is needed whole, among the loops before the one that waits for it: a second term of the loss is
+ * not added up in a first loop that only the denominator of the cross-entropy needs. Calls outside
+ * loops then run as late as their inputs.
  *
  * A sharded value that an earlier loop made whole is sliced from the whole one and never
  * recomputed. So the demand search stops there, as it does at kept pieces. */
@@ -154,6 +157,71 @@ static void find_levels(work_state *w)
         delay_again(w);
 }
 
+/* May node n, outside loops, run later than where it could first? Not if it draws random numbers,
+ * or does what nobody sees. */
+static bool may_wait(const work_state *w, koila_node n)
+{
+    const koila__op *op = &w->g->table->ops.at[sig_of(w, n)->op];
+    return !(w->rare[n] & (IS_MODULE | IS_MODULE_BACKWARD | SPLITS_UNSAFELY)) && !op->is_foreign &&
+           !(op->flags & KOILA_OP_RANDOM) && !w->p->node[n].is_again && !w->p->node[n].offloads;
+}
+
+/* Finds the last level at which a call outside loops can run: before all that waits for it. */
+static void find_latest(work_state *w)
+{
+    for (uint32_t n = w->n_nodes; n-- > 0;) {
+        w->latest[n] = w->level[n];
+        if (w->runs[n] != RUNS_ONCE || !may_wait(w, n))
+            continue;
+        uint32_t latest = w->n_levels; /* a level more: behind the last loop */
+        for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++)
+            for (const use *u = uses_of(w, v); u; u = next_use_of(w, u))
+                if (w->latest[u->user] < latest)
+                    latest = w->latest[u->user];
+        w->latest[n] = latest;
+    }
+}
+
+/* The last level of which a loop can make v whole, which some use needs. */
+static uint32_t last_level_of(const work_state *w, koila_value v)
+{
+    uint32_t latest = w->n_levels;
+    for (const use *u = uses_of(w, v); u; u = next_use_of(w, u))
+        if (!u->local && w->latest[u->user] < latest)
+            latest = w->latest[u->user];
+    return latest - 1;
+}
+
+/* May a later loop make v than the one that could first? It is a small sum. */
+static bool can_be_late(const work_state *w, koila_value v)
+{
+    return w->p->value[v].kind == KOILA_P &&
+           koila__value_meta(w->g, v)->n_bytes <= KOILA__LATE_BYTES &&
+           last_level_of(w, v) > w->level[producer(w, v)];
+}
+
+/* Calls outside loops wait for the loops that make what they read. */
+static void delay_calls(work_state *w)
+{
+    for (uint32_t n = 0; n < w->n_nodes; n++) {
+        if (w->runs[n] != RUNS_ONCE)
+            continue;
+        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end;
+             u++) {
+            if (u->from == KOILA_NONE || !u->reads)
+                continue;
+            const bool in_loop = w->runs[u->from] == RUNS_IN_LOOP;
+            const uint32_t from =
+                in_loop ? w->loops[w->made_whole[u->value]].level + 1 : w->level[u->from];
+            if (from > w->level[n])
+                w->level[n] = from;
+        }
+        koila_assert(w->level[n] <= w->latest[n]);
+        if (w->level[n] == w->n_levels)
+            w->n_levels++;
+    }
+}
+
 /* The loop that is of the level and axis of node n, which is of one. */
 static uint32_t *natural(const work_state *w, koila_node n)
 {
@@ -161,24 +229,31 @@ static uint32_t *natural(const work_state *w, koila_node n)
                        w->p->node[n].axis];
 }
 
-/* The nodes outside loops, by level. A loop for each level and axis that has another node, in the
- * order of levels. */
+/* Chains the nodes outside loops by level. */
+static koila_status chain_calls(work_state *w)
+{
+    w->whole_of_level = koila__arena_room(&w->tmp, w->n_levels * sizeof *w->whole_of_level);
+    TRY_ALLOC(w->whole_of_level);
+    memset(w->whole_of_level, 0xff, w->n_levels * sizeof *w->whole_of_level);
+    for (uint32_t n = w->n_nodes; n-- > 0;)
+        if (w->runs[n] == RUNS_ONCE) {
+            w->whole_next[n] = w->whole_of_level[w->level[n]];
+            w->whole_of_level[w->level[n]] = n;
+        }
+    return KOILA_OK;
+}
+
+/* A loop for each level and axis that has a node in loops, in the order of levels. */
 static koila_status make_loops(work_state *w)
 {
     const uint32_t n_axes = w->g->axes.n ? w->g->axes.n : 1;
     const uint64_t n_slots = (uint64_t)w->n_levels * n_axes;
     uint32_t *loop_of = koila__arena_array(&w->spare, n_slots, sizeof *loop_of);
-    w->whole_of_level = koila__arena_room(&w->tmp, w->n_levels * sizeof *w->whole_of_level);
-    TRY_ALLOC(loop_of && w->whole_of_level);
-    memset(w->whole_of_level, 0xff, w->n_levels * sizeof *w->whole_of_level);
+    TRY_ALLOC(loop_of);
     w->loop_of = loop_of;
     for (uint32_t n = w->n_nodes; n-- > 0;)
-        if (w->runs[n] == RUNS_IN_LOOP) {
+        if (w->runs[n] == RUNS_IN_LOOP)
             *natural(w, n) = 1;
-        } else if (w->runs[n] == RUNS_ONCE) {
-            w->whole_next[n] = w->whole_of_level[w->level[n]];
-            w->whole_of_level[w->level[n]] = n;
-        }
     for (uint64_t i = 0; i < n_slots; i++)
         w->n_loops += loop_of[i];
     if (w->n_loops > KOILA_COST_MAX_LOOPS)
@@ -385,26 +460,27 @@ static uint32_t first_with(const work_state *w, koila_node n, uint32_t first)
     return j;
 }
 
-/* The loop for result v, which no loop waits for: the first that runs its producer anyway; else,
- * among its own loop, the first that runs all its inputs, and the last loops, the one where v adds
- * the least work. The choices are evaluated under a limit that doubles, so an evaluation costs
- * about as much as the work it finds; that work is then scheduled, so the total is linear. */
-static uint32_t best_loop(work_state *w, koila_value v)
+/* The loop, before loop `end`, for v, which none of these waits for: the first that runs its
+ * producer anyway; else, among its own loop, the first that runs all its inputs, and the last
+ * loops, the one where v adds the least work. The choices are evaluated under a limit that doubles,
+ * so an evaluation costs about as much as the work it finds; that work is then scheduled, so the
+ * total is linear. */
+static uint32_t best_loop(work_state *w, koila_value v, uint32_t end)
 {
     const koila_node n = producer(w, v);
     const uint32_t first = *natural(w, n);
     const uint32_t there = first_with(w, n, first);
-    if (there != KOILA_NONE)
+    if (there < end)
         return there;
     uint32_t choice[5], n_choices = 0, inputs = first;
-    for (uint32_t j = w->n_loops; j-- > first && n_choices < 3 && w->n_loops - j <= 3;)
+    for (uint32_t j = end; j-- > first && n_choices < 3 && end - j <= 3;)
         if (j != first && w->loops[j].axis == w->p->node[n].axis)
             choice[n_choices++] = j;
-    for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end;
-         u < end && inputs != KOILA_NONE; u++)
+    for (const use *u = w->uses + w->span[n].in, *last = w->uses + w->span[n].in_end;
+         u < last && inputs != KOILA_NONE; u++)
         if (u->local)
             inputs = first_with(w, u->from, inputs);
-    if (inputs != KOILA_NONE && inputs != first)
+    if (inputs < end && inputs != first)
         choice[n_choices++] = inputs;
     choice[n_choices++] = first;
     for (double limit = 2 * (work_of(w, n) + 1); n_choices > 1; limit *= 2) {
@@ -434,26 +510,38 @@ static void chain_targets(work_state *w)
     }
 }
 
+/* The first loop of a later level than that, or n_loops. */
+static uint32_t loop_after(const work_state *w, uint32_t level)
+{
+    uint32_t j = w->n_loops;
+    while (j > 0 && w->loops[j - 1].level > level)
+        j--;
+    return j;
+}
+
 static void assign_targets(work_state *w)
 {
     memset(w->made_whole, 0xff, w->n_values * sizeof *w->made_whole);
     for (uint32_t v = 0; v < w->n_values; v++)
-        if (w->is_barrier[v])
+        if (w->is_barrier[v] && !can_be_late(w, v))
             w->made_whole[v] = *natural(w, producer(w, v));
     find_homes(w);
     for (uint32_t v = 0; v < w->n_values; v++)
-        if (w->is_barrier[v])
+        if (w->made_whole[v] != KOILA_NONE)
             demand(w, v, w->made_whole[v], true, 0);
     /* late results first: they decide which loops run the earlier ones */
     for (uint32_t v = w->n_values; v-- > 0;) {
-        if (!w->is_result[v] || w->is_barrier[v] || !made_in_loop(w, v))
+        if (!(w->is_result[v] || w->is_barrier[v]) || w->made_whole[v] != KOILA_NONE ||
+            !made_in_loop(w, v))
             continue;
-        const uint32_t j = best_loop(w, v);
+        const uint32_t end = w->is_barrier[v] ? loop_after(w, last_level_of(w, v)) : w->n_loops;
+        const uint32_t j = best_loop(w, v, end);
         demand(w, v, j, true, 0);
         w->made_whole[v] = j;
     }
     chain_targets(w);
     find_homes(w);
+    delay_calls(w);
 }
 
 /* Adds the loops in which consumers read v locally, if consumers run in their exec loops. */
@@ -680,6 +768,7 @@ static koila_status make_arrays(work_state *w)
     MAKE_UNSET(rare, N);
     MAKE_UNSET(work, N);
     MAKE_FOR_PREPARE(level, N);
+    MAKE_FOR_PREPARE(latest, N);
     MAKE(is_expensive, N);
     MAKE(is_start, N);
     MAKE_FOR_PREPARE(is_keepable, V);
@@ -728,13 +817,15 @@ koila_status koila__loops_find(work_state *w, const koila_value *targets, uint32
     find_needed(w, targets, n_targets);
     KOILA_TRY(find_costs(w));
     find_levels(w);
+    find_latest(w);
     KOILA_TRY(make_loops(w));
     KOILA_TRY(assign_loops(w));
+    KOILA_TRY(chain_calls(w));
     KOILA_TRY(find_whole_until(w));
     KOILA_TRY(find_wholes(w));
     /* scratch memory of the preparation: the first schedule reuses it */
     koila__arena_empty(&w->spare);
-    w->level = w->loop_of = w->exec = w->last_run = NULL;
+    w->level = w->latest = w->loop_of = w->exec = w->last_run = NULL;
     w->cost = NULL;
     w->is_barrier = w->is_keepable = NULL;
     return KOILA_OK;

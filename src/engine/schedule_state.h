@@ -117,6 +117,8 @@ struct koila__scheduler {
     bool any_again;   /* a needed node runs again */
     bool any_foreign; /* a needed node is_foreign (graph/table.h) */
     uint32_t *level;  /* [node] */
+    /* [node] the last level that it can run at, outside loops; of a node in loops its level */
+    uint32_t *latest;
     uint32_t n_levels;
     uint32_t *loop_of;    /* [level, axis] the loop of such nodes */
     double *work;         /* [node] of its cost */

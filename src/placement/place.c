@@ -46,7 +46,10 @@
  * barriers lie between the terms (the gradient of an embedding that is also the last layer: its
  * terms come from the first and the last loop of the backward), the later loop would have to run
  * all of the earlier one again for it. Then both terms become whole where they are made, and are
- * added once. The number of barriers on the longest path to a value is its level.
+ * added once. The same goes for a small partial sum that is divided by a number which a later loop
+ * makes whole, and for all that is computed from sums of one number: once is less than in every
+ * slice, and is rounded as in eager. The number of barriers on the longest path to a value is its
+ * level.
  *
  * Note [Answers]. A net's layers repeat each other, and so do the answers of rules. An answer is
  * given again to a call of the same signature whose inputs are placed alike, on the same axis:
@@ -1009,19 +1012,35 @@ static uint32_t level_of(const koila__placer *p, const koila_value *in, const ko
     return level;
 }
 
-/* Does the call, which cuts nothing, add partial sums of different levels? */
+/* Is the call better made of whole values? It cuts nothing, and gives single numbers, or reads
+ * partial sums that were there at an earlier level than its own: Note [Late sums]. */
 static bool is_late_sum(const koila__placer *p, const attempt *a, const koila_value *in)
 {
     uint32_t lowest = UINT32_MAX;
+    bool is_number = true; /* all that it reads of sums, and gives */
+    bool is_small = true;
+    bool any_barrier = false;
     for (uint32_t i = 0; i < a->c.n_in; i++) {
-        if (a->c.need[i].kind == KOILA_S || p->value.at[in[i]].kind == KOILA_P)
-            if (a->c.need[i].kind != KOILA_P)
-                return false;
-        if (a->c.need[i].kind == KOILA_P && p->value.at[in[i]].kind == KOILA_P &&
-            p->level.at[in[i]] < lowest)
+        if (a->c.need[i].kind == KOILA_S)
+            return false;
+        if (p->value.at[in[i]].kind != KOILA_P)
+            continue;
+        if (a->c.need[i].kind != KOILA_P) {
+            any_barrier = true;
+            continue;
+        }
+        is_number &= a->c.in_meta[i]->n_elements == 1;
+        is_small &= a->c.in_meta[i]->n_bytes <= KOILA__LATE_BYTES;
+        if (p->level.at[in[i]] < lowest)
             lowest = p->level.at[in[i]];
     }
-    return lowest < level_of(p, in, a->c.need, a->c.n_in);
+    for (uint32_t j = 0; j < a->c.n_out; j++)
+        is_number &= a->c.out_meta[j] && a->c.out_meta[j]->n_elements == 1;
+    if (lowest == UINT32_MAX)
+        return false;
+    if (is_number)
+        return true;
+    return (is_small || !any_barrier) && lowest < level_of(p, in, a->c.need, a->c.n_in);
 }
 
 /* Places a node that was just appended as R, see append(). */
