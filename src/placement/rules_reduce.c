@@ -1,8 +1,10 @@
 /* rules_reduce.c — sums and their kin: over another dimension the slice is untouched, over the
  * batch the result is partial.
  *
- * A mean over the batch runs as recorded on the slice, times b / batch: (mean of b rows) * b /
- * batch == sum / batch, exactly a partial sum. */
+ * A mean over the batch is the sum, divided when it is whole: the accuracy of a batch that is all
+ * right is 1, and not 1 but for a rounding of each slice. Where a sum would overflow that the mean
+ * does not (half precision), it runs as recorded on the slice, times b / batch: (mean of b rows) *
+ * b / batch == sum / batch, a partial sum. */
 #include "placement/rewrite.h"
 
 /* The position of dimension d of the input after reducing `set`. */
@@ -68,7 +70,6 @@ bool koila__rule_count(koila__case *c)
     return !koila__any_p(c) && koila__arg_dims(c, 1, c->in_meta[0]->n_dims, &set, NULL, &n) &&
            reduce(c, set, false, OVER_SUM);
 }
-bool koila__rule_mean(koila__case *c) { return reduce_dims(c, 1, 2, OVER_MEAN); }
 bool koila__rule_amax(koila__case *c) { return reduce_dims(c, 1, 2, OVER_MAX); }
 bool koila__rule_amin(koila__case *c) { return reduce_dims(c, 1, 2, OVER_MIN); }
 bool koila__rule_max_all(koila__case *c)
@@ -109,7 +110,7 @@ bool koila__rule_moments(koila__case *c)
     return true;
 }
 
-/* ---- reductions over the batch that are no sums: rewritten */
+/* ---- reductions over the batch that are no sums, or not only: rewritten */
 
 /* input 0 reduced over `set`: its sizes with 1 (keepdim) or without them */
 static uint32_t reduced_sizes(const koila__case *c, uint32_t set, bool keepdim, int64_t *size)
@@ -153,6 +154,33 @@ static bool replace(koila__case *c, uint32_t j, koila_value v)
                 : koila__emit_cast_as(c, v, c->sig->outputs[j]);
     c->replaced[j] = v;
     return v != KOILA_NONE && koila__emit_meta_id(c, v) == c->sig->outputs[j];
+}
+
+static bool is_wide_float(koila_dtype t) { return t == KOILA_DTYPE_F32 || t == KOILA_DTYPE_F64; }
+
+/* mean, mean.dim (x, dims?, keepdim?, *, dtype) */
+bool koila__rule_mean(koila__case *c)
+{
+    uint32_t set, n;
+    bool keepdim;
+    const koila_meta_info *m = c->in_meta[0];
+    if (!koila__arg_dims(c, 1, m->n_dims, &set, NULL, &n) ||
+        !koila__arg_bool(c, 2, false, &keepdim))
+        return false;
+    if (!set)
+        set = (1u << m->n_dims) - 1;
+    const bool crosses = koila__is_s(c->in[0]) && (set >> c->in[0].dim) & 1;
+    if (!crosses || !c->may_emit || !is_wide_float(m->dtype) || m->dtype != c->out_meta[0]->dtype)
+        return reduce(c, set, keepdim, OVER_MEAN);
+    int64_t count = 1;
+    for (uint32_t d = 0; d < m->n_dims; d++)
+        count *= (set >> d) & 1 ? m->size[d] : 1;
+    const koila_value sum =
+        reduced(c, "aten::sum.dim_IntList", c->in_value[0], set, keepdim, m->dtype);
+    const koila_meta_info *its = koila__emit_meta_of(c, sum);
+    return its && replace(c, 0,
+                          koila__emit_scalar(c, "aten::div.Tensor", sum, (double)count,
+                                             koila__emit_meta_like(c, its, m->dtype)));
 }
 
 /* var, std, var_mean, std_mean .correction(x, dim?, *, correction, keepdim) */

@@ -742,8 +742,8 @@ FAULTS = [  # file, text, replacement, operators to look at
     ),
     (
         "placement/rules_reduce.c",
-        "if (!koila__fix_add(c, KOILA__FIX_SCALE, 0, j))\n            return false;",
-        ";",
+        "count *= (set >> d) & 1 ? m->size[d] : 1;",
+        "count += (set >> d) & 1 ? m->size[d] : 1;",
         "aten::mean",
     ),
     (

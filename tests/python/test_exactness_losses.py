@@ -498,3 +498,28 @@ def test_a_loss_that_is_no_mean_needs_no_total_weight_before_its_backward(reduct
             found = gradients(*koila.lazy(*given))
         assert all(torch.allclose(f, e, 1e-12, 1e-14) for f, e in zip(found, expected, strict=True))
         assert len(koila.last_plan().loops) == 1 and koila.last_plan().replay_ratio == 1
+
+
+ACCURACIES = {
+    "mean": lambda right: right.float().mean(),
+    "mean of doubles": lambda right: right.double().mean(),
+    "sum by length": lambda right: right.sum() / len(right),
+    "sum of floats": lambda right: right.float().sum() / len(right),
+    "masked": lambda right: right.sum() / right.new_ones(right.shape).sum(),
+    "dimension": lambda right: right.float()[:, None].mean(0),
+    "percent": lambda right: 100 * right.float().mean() / 100,
+}
+
+
+@pytest.mark.parametrize("n", [7, 49, 60, 100, 1000])
+@pytest.mark.parametrize("accuracy", ACCURACIES)
+def test_an_accuracy_is_rounded_as_in_eager(accuracy, n):
+    """A mean of slices that are each rounded is not 1 where all are right."""
+    x = torch.arange(n)
+    for limit in (n, n // 3):
+        expected = ACCURACIES[accuracy](x < limit)
+        for rows in (1, 8, 11):
+            with koila.micro_batch(rows):
+                assert torch.equal(ACCURACIES[accuracy](koila.lazy(x) < limit).torch(), expected), (
+                    rows
+                )

@@ -36,6 +36,7 @@ typedef struct shape {
 #define SHAPE(d, ...)                                                                              \
     ((shape){                                                                                      \
         d, (uint32_t)(sizeof((int64_t[]){ __VA_ARGS__ }) / sizeof(int64_t)), { __VA_ARGS__ } })
+#define f16(...) SHAPE(KOILA_DTYPE_F16, __VA_ARGS__)
 #define f32(...) SHAPE(KOILA_DTYPE_F32, __VA_ARGS__)
 #define i64(...) SHAPE(KOILA_DTYPE_I64, __VA_ARGS__)
 #define scalar ((shape){ KOILA_DTYPE_F32, 0, { 0 } })

@@ -139,6 +139,11 @@ static int64_t int_arg(const koila_sig_info *s, uint32_t pos)
     const koila_arg *a = &s->tokens[s->start[pos]];
     return a->kind == KOILA_ARG_LIST ? a[1].u.i : a->u.i;
 }
+static int64_t number_arg(const koila_sig_info *s, uint32_t pos)
+{
+    const koila_arg *a = &s->tokens[s->start[pos]];
+    return a->kind == KOILA_ARG_FLOAT ? (int64_t)a->u.f : a->u.i;
+}
 static bool reduced(const koila_sig_info *s, uint32_t d)
 {
     const koila_arg *a = &s->tokens[s->start[1]];
@@ -294,6 +299,8 @@ static tensor *run_fresh(heap *h, const char *name, const koila_sig_info *s, ten
             *x = (spread(in[0], out, k) + PRIME - spread(in[1], out, k)) % PRIME;
         else if (!strcmp(name, "aten::mul.Tensor"))
             *x = spread(in[0], out, k) * spread(in[1], out, k) % PRIME;
+        else if (!strcmp(name, "aten::div.Tensor") && s->n_inputs == 1)
+            *x = spread(in[0], out, k) * mod_ratio(1, number_arg(s, 1)) % PRIME;
         else if (!strcmp(name, "aten::relu"))
             *x = relu(spread(in[0], out, k));
         else if (!strcmp(name, "aten::neg"))

@@ -99,15 +99,15 @@ TEST(rules__what_is_not_linear_makes_a_partial_sum_whole)
     maker_deinit(&m);
 }
 
-TEST(rules__a_mean_is_scaled_and_a_sum_is_not)
+TEST(rules__a_mean_of_halves_is_scaled_and_a_sum_is_not)
 {
     maker m;
     maker_init(&m, NULL);
-    const koila_value x = batch(&m, 1, f32(3, 7));
-    const koila_value a = call(&m, "aten::mean.dim", f32(3), "tl", x, 1, 1);
-    const koila_value b = call(&m, "aten::mean.dim", f32(7), "tl", x, 1, 0);
-    const koila_value s = call(&m, "aten::sum", scalar, "t", x);
-    const koila_value all = call(&m, "aten::cat", f32(11), "T", 3, a, b, s);
+    const koila_value x = batch(&m, 1, f16(3, 7));
+    const koila_value a = call(&m, "aten::mean.dim", f16(3), "tl", x, 1, 1);
+    const koila_value b = call(&m, "aten::mean.dim", f16(7), "tl", x, 1, 0);
+    const koila_value s = call(&m, "aten::sum", f16(1), "t", x);
+    const koila_value all = call(&m, "aten::cat", f16(11), "T", 3, a, b, s);
     place(&m, all);
     CHECK_AT(&m, a, P_);
     CHECK_AT(&m, b, S(0, 1, 1));
@@ -115,6 +115,27 @@ TEST(rules__a_mean_is_scaled_and_a_sum_is_not)
     CHECK_EQ(m.placed->node[0].fix[0].kind, KOILA__FIX_SCALE);
     CHECK_EQ(m.placed->node[1].fix[0].kind, KOILA__FIX_NONE);
     CHECK_EQ(m.placed->node[2].fix[0].kind, KOILA__FIX_NONE);
+    maker_deinit(&m);
+}
+
+TEST(rules__a_mean_is_a_sum_that_is_divided_when_it_is_whole)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 1, f32(3, 7));
+    const koila_value columns = call(&m, "aten::mean.dim", f32(3), "tl", x, 1, 1);
+    const koila_value rows = call(&m, "aten::mean.dim", f32(7), "tl", x, 1, 0);
+    const koila_value all = call(&m, "aten::mean", scalar, "t", x);
+    const koila_value scaled = call(&m, "aten::mul.Tensor", scalar, "td", all, 0.5);
+    const koila_value both = call(&m, "aten::cat", f32(11), "T", 3, columns, rows, scaled);
+    place(&m, both);
+    CHECK_AT(&m, columns, P_);
+    CHECK_AT(&m, rows, S(0, 1, 1));
+    CHECK_AT(&m, all, R_); /* one number: divided once */
+    CHECK_AT(&m, scaled, R_);
+    CHECK_EQ(n_nodes_named(&m, "aten::mean"), 0);
+    CHECK_EQ(n_nodes_named(&m, "aten::mean.dim"), 1);
+    CHECK_EQ(n_nodes_named(&m, "aten::sum.dim_IntList"), 2);
     maker_deinit(&m);
 }
 
