@@ -16,6 +16,8 @@
 #include "graph/table.h"
 #include "placement/rules.h"
 
+#include <math.h>
+
 /* Does input i of node n read the local value (made by another node of the same loop)? If not, it
  * reads the whole value or a slice of it. */
 static bool find_local(const work_state *w, koila_node n, uint32_t i, koila_value v)
@@ -413,7 +415,7 @@ static void find_homes(work_state *w)
 }
 
 /* The work that making v adds to loop j, if everything worth keeping is kept from the loops before.
- * With `add` the loop then runs it. Negative when it exceeds `limit`. */
+ * With `add` the loop then runs it. Where it exceeds `limit`: a part of it that does. */
 static double demand(work_state *w, koila_value v, uint32_t j, bool add, double limit)
 {
     double work = 0;
@@ -432,7 +434,7 @@ static double demand(work_state *w, koila_value v, uint32_t j, bool add, double 
         const koila_node n = w->stack[--top];
         work += work_of(w, n) + 1; /* + 1: a view costs a little too */
         if (!add && work > limit)
-            return -1;
+            return work;
         if (add) {
             add_loop(w, &w->exec[n], j);
             if (j < w->home[n])
@@ -462,9 +464,9 @@ static uint32_t first_with(const work_state *w, koila_node n, uint32_t first)
 
 /* The loop, before loop `end`, for v, which none of these waits for: the first that runs its
  * producer anyway; else, among its own loop, the first that runs all its inputs, and the last
- * loops, the one where v adds the least work. The choices are evaluated under a limit that doubles,
- * so an evaluation costs about as much as the work it finds; that work is then scheduled, so the
- * total is linear. */
+ * loops, the one where v adds the least work. The choices are evaluated under a limit that grows to
+ * twice the least that was found to exceed it, so an evaluation costs about as much as the work it
+ * finds; that work is then scheduled, so the total is linear. */
 static uint32_t best_loop(work_state *w, koila_value v, uint32_t end)
 {
     const koila_node n = producer(w, v);
@@ -483,20 +485,21 @@ static uint32_t best_loop(work_state *w, koila_value v, uint32_t end)
     if (inputs < end && inputs != first)
         choice[n_choices++] = inputs;
     choice[n_choices++] = first;
-    for (double limit = 2 * (work_of(w, n) + 1); n_choices > 1; limit *= 2) {
-        uint32_t best = KOILA_NONE;
-        double best_work = 0;
+    uint32_t best = first;
+    double least = INFINITY;
+    for (double limit = 2 * (work_of(w, n) + 1); n_choices > 1; limit = 2 * least) {
+        least = INFINITY;
         for (uint32_t k = n_choices; k-- > 0;) { /* among equals the earliest loop */
-            const double work = demand(w, v, choice[k], false, limit);
-            if (work >= 0 && (best == KOILA_NONE || work < best_work)) {
+            const double work = demand(w, v, choice[k], false, least < limit ? least : limit);
+            if (work < least) {
                 best = choice[k];
-                best_work = work;
+                least = work;
             }
         }
-        if (best != KOILA_NONE)
-            return best;
+        if (least <= limit)
+            break;
     }
-    return first;
+    return best;
 }
 
 /* Chains what each loop makes whole. */
