@@ -1132,17 +1132,6 @@ bool koila__placer_whole(koila__placer *p, koila_value v, koila_value *out)
     return true;
 }
 
-/* Entries of a leaf's dimension in a row of an axis that is not the batch's: engine/axes.h. */
-static int64_t unit_of(const koila__placer *p, uint16_t axis)
-{
-    for (koila_value v = 0; v < p->from->values.n; v++) {
-        const koila_value_info *leaf = &p->from->values.at[v];
-        if (leaf->node == KOILA_NONE && leaf->leaf_kind == KOILA_LEAF_BATCH && leaf->axis == axis)
-            return koila__meta(p->table, leaf->meta)->size[leaf->dim] / p->from->axes.at[axis];
-    }
-    return 1;
-}
-
 bool koila__placer_cut(const koila__placer *p, const koila_meta_info *m, uint32_t dim,
                        uint16_t axis, koila_placement *out)
 {
@@ -1183,7 +1172,7 @@ static koila_placement cut_of(const koila__placer *p, const koila_sig_info *sig,
     }
     for (uint32_t i = 0; i <= (p->two ? koila_graph_n_axes(p->from) : 0); i++) {
         const uint16_t a = (uint16_t)(i == 0 ? axis : i - 1);
-        const int64_t unit = p->seeds ? unit_of(p, a) : 1;
+        const int64_t unit = p->unit ? p->unit[a] : 1;
         for (uint32_t d = 0; d < m->n_dims; d++)
             if (m->size[d] == koila_graph_axis_size(p->from, a) * unit)
                 return (koila_placement){
@@ -1932,6 +1921,25 @@ static koila__placed *hand_over(koila__placer *p, koila_value *lowered)
     return r;
 }
 
+/* Finds the entries of a leaf's dimension in a row of each axis that is not the batch's. */
+static bool find_units(koila__placer *p)
+{
+    p->unit = koila__arena_array(&p->scratch, (size_t)p->from->axes.n + 1, sizeof *p->unit);
+    if (!p->unit)
+        return fail(p, KOILA_NO_MEMORY);
+    for (uint32_t a = 0; a < p->from->axes.n; a++)
+        p->unit[a] = 1;
+    for (koila_value v = p->from->values.n; v-- > 0;) { /* the first leaf tells it */
+        const koila_value_info *leaf = &p->from->values.at[v];
+        if (leaf->node != KOILA_NONE || leaf->leaf_kind != KOILA_LEAF_BATCH)
+            continue;
+        const int64_t rows = p->from->axes.at[leaf->axis];
+        if (rows > 0)
+            p->unit[leaf->axis] = koila__meta(p->table, leaf->meta)->size[leaf->dim] / rows;
+    }
+    return true;
+}
+
 static koila__placed *place_all(koila__placer *p, const koila_value *targets, uint32_t n_targets)
 {
     koila_value *lowered =
@@ -1941,7 +1949,7 @@ static koila__placed *place_all(koila__placer *p, const koila_value *targets, ui
         fail(p, s != KOILA_OK ? s : KOILA_NO_MEMORY);
         return NULL;
     }
-    if (!lower_axes(p) || !walk(p, targets, n_targets, lowered))
+    if (!lower_axes(p) || (p->seeds && !find_units(p)) || !walk(p, targets, n_targets, lowered))
         return NULL;
     return hand_over(p, lowered);
 }

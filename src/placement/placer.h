@@ -50,6 +50,7 @@ struct koila__placer {
     bool pieces;                   /* koila__place_pieces */
     /* [nodes of from] cut the whole results of this call too; NULL: of none */
     const uint8_t *seeds;
+    int64_t *unit;       /* [axes of from] entries of a leaf's dimension in a row: engine/axes.h */
     bool two;            /* ... and leaves are cut along different axes */
     bool may_own;        /* the call that is placed may give pieces */
     bool any_piece;      /* some node has */
