@@ -63,7 +63,7 @@ typedef struct rewriter {
     VEC(koila_placement) value, need;
     VEC(koila__placed_node) node;
     koila__arena keep;
-    uint32_t n_again;
+    uint32_t n_again, n_again_values, n_again_inputs;
 } rewriter;
 
 #define TRY_ALLOC(p)                                                                               \
@@ -140,6 +140,8 @@ static koila_status choose(rewriter *r)
             continue;
         r->is_again[n] = true;
         r->n_again++;
+        r->n_again_values += sig_of(r, n)->n_outputs;
+        r->n_again_inputs += sig_of(r, n)->n_inputs;
         for (uint32_t i = 0; i < sig_of(r, n)->n_inputs; i++)
             r->wanted[input_of(r, n, i)] |= fate_of(r, input_of(r, n, i)) != KOILA__STAYS;
     }
@@ -363,12 +365,13 @@ static koila_status append_wanted(rewriter *r, koila_node n)
     return KOILA_OK;
 }
 
-/* What follows is larger by what runs again: often a quarter. */
+/* What follows is larger by what runs again, and by four calls for each value that waits: of one
+ * result each, and of six inputs together. */
 static koila_status reserve(rewriter *r)
 {
-    const uint32_t n_nodes = r->g->nodes.n + r->g->nodes.n / 4;
-    const uint32_t n_values = r->g->values.n + r->g->values.n / 4;
-    const uint32_t n_inputs = r->g->inputs.n + r->g->inputs.n / 4;
+    const uint32_t n_nodes = r->g->nodes.n + r->n_again + 4 * r->waits.n;
+    const uint32_t n_values = r->g->values.n + r->n_again_values + 4 * r->waits.n;
+    const uint32_t n_inputs = r->g->inputs.n + r->n_again_inputs + 6 * r->waits.n;
     return koila__graph_reserve(r->to, n_nodes, n_inputs, n_values) &&
                    koila__vec_reserve(&r->mem, &r->node, n_nodes) &&
                    koila__vec_reserve(&r->mem, &r->value, n_values) &&
