@@ -128,6 +128,7 @@ typedef struct rung {
     uint64_t bound;          /* its peak is no less */
     uint64_t waiting;        /* koila__outline_waiting(); 0: not known */
     double work;             /* nor is its work */
+    double work_of_all;      /* nor that, which is more; 0: not known */
     bool is_out;             /* tried, or nothing to try */
 } rung;
 
@@ -382,6 +383,8 @@ static koila_status make_way(const koila__planning *q, const koila__way *base, c
                                  bound_of_rung(q, best));
     koila_assert(out->peak >= koila__outline_bound(r->outline) ||
                  out->peak > bound_of_rung(q, best));
+    koila_assert(r->how.n_offloaded || /* rounded otherwise where work is no whole number */
+                 out->schedule.work >= 0.999999 * koila__outline_work_of_all(r->outline));
     if (r->how.n_offloaded && crosses_loops(out)) {
         koila__way_free(out);
         out->placed = NULL;
@@ -422,17 +425,39 @@ static void learn_gap(rungs *r, const rung *x, uint64_t needs)
     r->gap = gap - gap / 4 > r->gap ? gap - gap / 4 : r->gap;
 }
 
+/* Is rung x one of those that are tried, as far as its bytes go? */
+static bool may_be_tried(const koila__planning *q, const rungs *r, const rung *x)
+{
+    return is_likely(q, r, x) && (!x->path || x->bound <= r->limit);
+}
+
 /* The rung of the least work that may fit, or NULL. */
 static rung *least_work(const koila__planning *q, rungs *r)
 {
     rung *best = NULL;
     for (uint32_t i = 0; i < r->n; i++) {
         rung *x = &r->at[i];
-        if (is_likely(q, r, x) && (!x->path || x->bound <= r->limit) &&
-            (!best || x->work < best->work))
+        if (may_be_tried(q, r, x) && (!best || x->work < best->work))
             best = x;
     }
     return best;
+}
+
+/* May a rung that is still to be tried be less work than the best way so far? */
+static bool any_is_less(const koila__planning *q, rungs *r, const koila__way *best)
+{
+    for (uint32_t i = 0; i < r->n; i++) {
+        rung *x = &r->at[i];
+        if (!may_be_tried(q, r, x) || !is_less(x->work, best))
+            continue;
+        if (!best->accepted || x->outline == r->host)
+            return true;
+        if (!x->work_of_all)
+            x->work_of_all = choose_rung(x) ? koila__outline_work_of_all(x->outline) : x->work;
+        if (is_less(x->work_of_all, best))
+            return true;
+    }
+    return false;
 }
 
 /* Where the choice of a path does not fit, or is not accepted, those that need as much, or a little
@@ -459,8 +484,8 @@ static koila_status try_rung(const koila__planning *q, const koila__way *base, r
 static koila_status climb(const koila__planning *q, const koila__way *base, rungs *r,
                           koila__way *best)
 {
-    for (rung *x = least_work(q, r); x && is_less(x->work, best); x = least_work(q, r))
-        KOILA_TRY(try_rung(q, base, r, x, best));
+    while (any_is_less(q, r, best))
+        KOILA_TRY(try_rung(q, base, r, least_work(q, r), best));
     return KOILA_OK;
 }
 

@@ -84,8 +84,10 @@ uint64_t koila__outline_bytes(const koila__outline *o, koila_node n, uint32_t j)
 static void find_needed(koila__outline *o, const koila_value *targets, uint32_t n_targets)
 {
     for (uint32_t i = 0; i < n_targets; i++)
-        if (producer(o, targets[i]) != KOILA_NONE)
+        if (producer(o, targets[i]) != KOILA_NONE) {
             o->is_needed[producer(o, targets[i])] = true;
+            o->is_target[producer(o, targets[i])] = RUNS_FIRST;
+        }
     for (koila_node n = o->n_nodes; n-- > 0;) {
         const koila_sig_info *s = sig_of(o, n);
         for (uint32_t i = 0; i < s->n_inputs && o->is_needed[n]; i++) {
@@ -236,7 +238,7 @@ static void hold_targets(koila__outline *o, const koila_value *targets, uint32_t
 static koila_status find_costs(koila__outline *o)
 {
     const koila_table *t = o->g->table;
-    koila__cost *cost = koila__arena_array(&o->arena, t->sigs.n, sizeof *cost);
+    koila__cost *cost = o->cost = koila__arena_array(&o->arena, t->sigs.n, sizeof *cost);
     bool *known = koila__arena_array(&o->arena, t->sigs.n, sizeof *known);
     uint32_t next = 0;
     double work = 0;
@@ -266,6 +268,7 @@ static koila_status make_arrays(koila__outline *o)
     MAKE(store_of, V);
     MAKE(last_use, V);
     MAKE(is_needed, o->n_nodes + 1);
+    MAKE(is_target, o->n_nodes + 1);
     return KOILA_OK;
 }
 

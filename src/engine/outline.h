@@ -94,6 +94,9 @@ typedef struct koila__gauge {
 koila__gauge koila__outline_gauge(koila__outline *o);
 /* The same of its work: every call once, those that run again twice, and copies. */
 double koila__outline_work(const koila__outline *o);
+/* The same, and no less: of each call that is needed, views and what may be one too. Takes as long
+ * as a choice. Not of an outline with host memory. */
+double koila__outline_work_of_all(koila__outline *o);
 
 /* The work of the step as recorded, and how many calls it needs. */
 double koila__outline_recorded(const koila__outline *o, uint32_t *n_needed);

@@ -302,6 +302,45 @@ uint64_t koila__outline_results(const koila__outline *o) { return o->results; }
 
 double koila__outline_work(const koila__outline *o) { return o->chosen_work; }
 
+/* Node n, which runs again or after `at`, reads second results where there are any. */
+static void need_inputs_again(koila__outline *o, koila_node n)
+{
+    const koila_sig_info *s = sig_of(o, n);
+    for (uint32_t i = 0; i < s->n_inputs; i++) {
+        const koila_value v = input_of(o, n, i);
+        const koila_node m = producer(o, v);
+        if (m == KOILA_NONE || m > o->at || !koila__reads(s, i))
+            continue;
+        const bool is_second =
+            koila__outline_fate(o, o->root[v]) != KOILA__STAYS && koila__outline_may_take(o, n, i);
+        o->runs[m] |= is_second ? RUNS_AGAIN : RUNS_FIRST;
+    }
+}
+
+double koila__outline_work_of_all(koila__outline *o)
+{
+    double work = 0;
+    koila_assert(!o->uses_host);
+    memcpy(o->runs, o->is_target, o->n_nodes * sizeof *o->runs);
+    for (koila_node n = o->n_nodes; n-- > 0;) {
+        const double once = o->cost[o->g->nodes.at[n].sig].work;
+        if (n > o->at ? o->is_needed[n] : o->runs[n] & RUNS_AGAIN) {
+            work += once;
+            need_inputs_again(o, n);
+        }
+        if (n > o->at || !(o->runs[n] & RUNS_FIRST))
+            continue;
+        const koila_sig_info *s = sig_of(o, n);
+        work += once;
+        for (uint32_t i = 0; i < s->n_inputs; i++) {
+            const koila_node m = producer(o, input_of(o, n, i));
+            if (m != KOILA_NONE && koila__reads(s, i))
+                o->runs[m] |= RUNS_FIRST;
+        }
+    }
+    return work;
+}
+
 /* ---- how it begins */
 
 koila_status koila__outline_begin_choice(koila__outline *o)
@@ -329,6 +368,7 @@ koila_status koila__outline_begin_choice(koila__outline *o)
     MAKE(is_again, M);
     MAKE(is_spared, M);
     MAKE(is_first, M);
+    MAKE(runs, N);
     for (uint32_t s = 0; s < o->stores.n; s++) {
         const store *x = &o->stores.at[s];
         o->wanted0[s] = x->first_back != KOILA_NONE;

@@ -4,6 +4,7 @@
 #define KOILA_SRC_OUTLINE_STATE_H
 
 #include "base/vec.h"
+#include "engine/cost.h"
 #include "engine/outline.h"
 #include "graph/table.h"
 
@@ -37,6 +38,9 @@ typedef struct edge {
     bool takes; /* it may read a second one */
 } edge;
 
+/* How a node up to `at` runs, as bits. */
+enum { RUNS_FIRST = 1, RUNS_AGAIN = 2 };
+
 struct koila__outline {
     const koila__placed *p;
     const koila_graph *g;
@@ -52,10 +56,12 @@ struct koila__outline {
     VEC(store) stores;
     VEC(maker) makers;
     VEC(edge) edges;
-    double work; /* of the step as recorded */
+    double work;       /* of the step as recorded */
+    koila__cost *cost; /* [signature] of the nodes' */
     bool uses_host, is_whole;
     bool is_one;         /* all that runs in slices runs in one loop, or nothing does */
     bool *is_needed;     /* [node] it runs at all */
+    uint8_t *is_target;  /* [node] RUNS_FIRST where it makes a result of the step, else 0 */
     bool *is_sure;       /* [node] it surely runs in the loop that is counted */
     bool *is_walked;     /* [value as root] a node that surely runs there reads it */
     uint64_t *workspace; /* [node]; NULL: none */
@@ -89,6 +95,7 @@ struct koila__outline {
     bool *is_start;    /* [store] by what runs again */
     koila_node *last;  /* [store] the last node up to `at` that surely reads it, or KOILA_NONE */
     double chosen_work;
+    uint8_t *runs; /* [node] RUNS_FIRST, RUNS_AGAIN: see koila__outline_work_of_all() */
 
     /* the bound */
     uint64_t most;                     /* of the step as recorded */
