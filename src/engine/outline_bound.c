@@ -335,18 +335,22 @@ static void see(const koila__outline *o, koila_node n, bool runs, uint64_t rise,
         m->strain += strain_of((double)(int64_t)now * m->scale);
 }
 
-/* Walks over all moments, up to the first that holds more than the limit. */
+/* Walks over all moments, up to the first that holds more than the limit. Where nothing begins or
+ * ends, no more is held than before, unless the node uses memory inside. */
 static moments walk(koila__outline *o, moments m)
 {
     const uint64_t *const rise = o->rise;
     const uint64_t *const fall = o->fall;
+    const bool counts_all = o->workspace || m.scale > 0;
     uint32_t next = 0;
     koila_node next_maker = o->makers.n ? o->makers.at[0].node : KOILA_NONE;
     count_all(o);
     m.now = m.peak = o->collected;
     for (koila_node n = 0; n < o->n_nodes && m.peak <= m.limit; n++) {
         bool runs = n > o->at;
-        if (n == next_maker) {
+        if (!counts_all && !(rise[n] | fall[n] | o->head[n]))
+            continue;
+        if (o->workspace && n == next_maker) {
             runs = o->is_first[next++];
             next_maker = next < o->makers.n ? o->makers.at[next].node : KOILA_NONE;
         }
