@@ -316,10 +316,13 @@ static koila_status append_fetched(rewriter *r, koila_node n)
     return KOILA_OK;
 }
 
-static koila_status demand(rewriter *r, koila_value v)
+/* Node `reader`, after `at` or again, wants its input i. */
+static koila_status demand(rewriter *r, koila_node reader, uint32_t i)
 {
+    const koila_value v = input_of(r, reader, i);
     const koila_node n = producer(r, v);
-    if (!r->wanted[v] || n == KOILA_NONE || r->is_demanded[n] || !(r->is_again[n] || r->wait_of[v]))
+    if (!r->wanted[v] || n == KOILA_NONE || r->is_demanded[n] ||
+        !(r->is_again[n] || r->wait_of[v]) || !may_take(r, reader, i))
         return KOILA_OK;
     r->is_demanded[n] = true;
     return koila__vec_push(&r->mem, &r->demand, n) ? KOILA_OK : KOILA_NO_MEMORY;
@@ -337,13 +340,12 @@ static koila_status find_demand(rewriter *r, koila_node n)
     const koila_sig_info *s = sig_of(r, n);
     r->demand.n = 0;
     for (uint32_t i = 0; i < s->n_inputs && koila__outline_is_needed(r->o, n); i++)
-        if ((!s->n_writes || koila__reads(s, i)) && may_take(r, n, i))
-            KOILA_TRY(demand(r, input_of(r, n, i)));
+        if (!s->n_writes || koila__reads(s, i))
+            KOILA_TRY(demand(r, n, i));
     for (uint32_t k = 0; k < r->demand.n; k++) {
         const koila_node again = r->demand.at[k];
         for (uint32_t i = 0; r->is_again[again] && i < sig_of(r, again)->n_inputs; i++)
-            if (may_take(r, again, i))
-                KOILA_TRY(demand(r, input_of(r, again, i)));
+            KOILA_TRY(demand(r, again, i));
     }
     if (r->demand.n > 1)
         qsort(r->demand.at, r->demand.n, sizeof *r->demand.at, compare_nodes);
