@@ -337,8 +337,8 @@ static koila_status copy_events(builder *b, const koila__stage *was, koila__even
     return KOILA_OK;
 }
 
-/* The results of the inner step are there. */
-static koila_status write_result_events(builder *b, const inner_step *s, const koila_stage *was,
+/* The results of the inner step are there, for the instructions of write_instrs(). */
+static koila_status write_result_events(builder *b, const inner_step *s, const instr_vec *instrs,
                                         event_vec *out)
 {
     for (uint32_t i = 0; i < s->results.n; i++)
@@ -349,8 +349,8 @@ static koila_status write_result_events(builder *b, const inner_step *s, const k
         bool is_kept = false;
         if (s->results.at[i].adds_on)
             continue;
-        for (uint32_t k = 0; k < was->n_instrs; k++) {
-            const koila_instr in = was->instrs[k];
+        for (uint32_t k = 0; k < instrs->n; k++) {
+            const koila_instr in = instrs->at[k];
             const bool is_value = in.kind != KOILA_DO_RUN && in.id == v;
             is_kept |= is_value && in.kind == KOILA_DO_KEEP;
             if (is_value && in.kind == KOILA_DO_ADD)
@@ -365,7 +365,7 @@ static koila_status write_result_events(builder *b, const inner_step *s, const k
 }
 
 static koila_status write_events(builder *b, const inner_step *s, const koila__stage *was,
-                                 event_vec *out)
+                                 const instr_vec *instrs, event_vec *out)
 {
     KOILA_TRY(copy_events(b, was, KOILA__SLICE_ALLOC, KOILA__SLICE_ALLOC, out));
     KOILA_TRY(copy_events(b, was, KOILA__CUT_ALLOC, KOILA__CUT_ALLOC, out));
@@ -375,7 +375,7 @@ static koila_status write_events(builder *b, const inner_step *s, const koila__s
         if (s->results.at[i].adds_on)
             KOILA_TRY(event(b, out, KOILA__ADD_CLONE, s->results.at[i].outer));
     KOILA_TRY(event(b, out, KOILA__INNER, 0));
-    KOILA_TRY(write_result_events(b, s, &was->stage, out));
+    KOILA_TRY(write_result_events(b, s, instrs, out));
     KOILA_TRY(copy_events(b, was, KOILA__SLICE_ALLOC, KOILA__SLICE_FREE, out));
     KOILA_TRY(copy_events(b, was, KOILA__CUT_ALLOC, KOILA__CUT_FREE, out));
     for (uint32_t i = 0; i < s->random.n; i++)
@@ -391,7 +391,7 @@ static koila_status write_stage(builder *b, const inner_step *s, koila__stage *o
     event_vec events = { 0 };
     koila_status status = write_instrs(b, s, &was->stage, &instrs);
     if (status == KOILA_OK)
-        status = write_events(b, s, was, &events);
+        status = write_events(b, s, was, &instrs, &events);
     if (status == KOILA_OK) {
         *out = *was;
         out->stage.instrs = COPY(&b->p->arena, &instrs);
