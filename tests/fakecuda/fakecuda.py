@@ -42,3 +42,18 @@ def asserted() -> int:
     """How many operators raised an error that a device's host code lets pass: there a kernel
     asserts later, after which the process can do nothing more on the device."""
     return _library.fakecuda_asserted() if _library else 0
+
+
+def calls() -> dict[str, int]:
+    """How often functions of the runtime were called, of those that wait for the device, ask it,
+    or take memory: {name: calls}, without those that were not called."""
+    import torch
+
+    version = str(torch.version.cuda).split(".")[0]
+    called = ctypes.CDLL(f"libcudart.so.{version}").fakecuda_called  # torch has loaded it
+    called.restype = ctypes.c_char_p
+    found, n, i = {}, ctypes.c_ulonglong(), 0
+    while name := called(i, ctypes.byref(n)):
+        found[name.decode()] = n.value
+        i += 1
+    return found

@@ -14,6 +14,7 @@ from pathlib import Path
 SRC = Path(__file__).resolve().parent / "src"
 RUNTIME = [
     "config.c",
+    "calls.c",
     "errors.c",
     "properties.c",
     "memory.c",

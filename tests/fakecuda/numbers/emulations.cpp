@@ -34,7 +34,15 @@ static std::optional<Tensor> maybe(const IValue &v)
                                                   : std::nullopt;
 }
 
-static std::vector<int64_t> ints(const IValue &v) { return v.toIntVector(); }
+/* Of whole numbers; torch's C ABI makes a list of symbolic ones that are all known. */
+static std::vector<int64_t> ints(const IValue &v)
+{
+    std::vector<int64_t> out;
+    for (const IValue &x : v.toListRef())
+        out.push_back(x.toInt());
+    return out;
+}
+
 static Tensor wide(const Tensor &t)
 {
     return t.defined() && at::isFloatingType(t.scalar_type()) && t.element_size() < 4

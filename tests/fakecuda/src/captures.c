@@ -283,6 +283,7 @@ static enum cudaStreamCaptureStatus status_of(const struct capture *c)
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status)
 {
+    COUNT_CALL();
     *status = status_of(resolve(stream)->capture);
     return cudaSuccess;
 }

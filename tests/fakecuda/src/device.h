@@ -33,6 +33,19 @@ const struct config *config(void);
 size_t parse_bytes(const char *text, size_t otherwise);
 void trace(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
+/* calls.c */
+struct call_count {
+    const char *name;
+    unsigned long long n;
+    struct call_count *next;
+};
+void count_call(struct call_count *function);
+#define COUNT_CALL()                                                                               \
+    do {                                                                                           \
+        static struct call_count here = { .name = __func__ };                                      \
+        count_call(&here);                                                                         \
+    } while (0)
+
 /* errors.c: each thread's last error, as cudaGetLastError gives it */
 cudaError_t fail(cudaError_t e);
 

@@ -129,6 +129,7 @@ static cudaError_t launch(const void *kernel, void **args, cudaStream_t stream)
 cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **args, size_t shared,
                              cudaStream_t stream)
 {
+    COUNT_CALL();
     return launch(kernel, args, stream);
 }
 

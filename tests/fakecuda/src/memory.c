@@ -201,6 +201,7 @@ int device_of(const void *p, enum kind *kind, uintptr_t *base, size_t *size)
 
 cudaError_t cudaMalloc(void **out, size_t size)
 {
+    COUNT_CALL();
     int device = current_device();
     pass_time();
     touch_device(device);
@@ -225,6 +226,7 @@ cudaError_t cudaMalloc(void **out, size_t size)
 
 cudaError_t cudaFree(void *p)
 {
+    COUNT_CALL();
     touch_device(current_device());
     cudaError_t e = safe_now();
     if (e != cudaSuccess || !p)
@@ -253,6 +255,7 @@ cudaError_t cudaFreeAsync(void *p, cudaStream_t stream) { return cudaFree(p); }
 
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)
 {
+    COUNT_CALL();
     int device = current_device();
     touch_device(device);
     *free_bytes = device_free_bytes(device);
@@ -342,6 +345,7 @@ CUresult cuMemAddressFree(CUdeviceptr p, size_t size)
 CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t size,
                      const CUmemAllocationProp *prop, unsigned long long flags)
 {
+    COUNT_CALL();
     pass_time();
     int device = prop->location.id;
     struct physical *h = malloc(sizeof *h);
@@ -369,6 +373,7 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle)
 CUresult cuMemMap(CUdeviceptr p, size_t size, size_t offset, CUmemGenericAllocationHandle handle,
                   unsigned long long flags)
 {
+    COUNT_CALL();
     struct physical *h = (struct physical *)(uintptr_t)handle;
     if (mmap((void *)p, size, PROT_READ | PROT_WRITE,
              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED)
@@ -393,6 +398,7 @@ CUresult cuMemMap(CUdeviceptr p, size_t size, size_t offset, CUmemGenericAllocat
 
 CUresult cuMemUnmap(CUdeviceptr p, size_t size)
 {
+    COUNT_CALL();
     pass_time();
     pthread_mutex_lock(&lock);
     for (size_t i = 0; i < n_pieces;)
@@ -431,6 +437,7 @@ CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *size, CUdeviceptr p)
 
 cudaError_t cudaHostAlloc(void **out, size_t size, unsigned flags)
 {
+    COUNT_CALL();
     touch_device(current_device());
     if (safe_now() != cudaSuccess)
         return cudaErrorStreamCaptureUnsupported;
@@ -445,6 +452,7 @@ cudaError_t cudaHostAlloc(void **out, size_t size, unsigned flags)
 
 cudaError_t cudaFreeHost(void *p)
 {
+    COUNT_CALL();
     struct range r;
     pthread_mutex_lock(&lock);
     bool ok = !p || take_out((uintptr_t)p, PINNED, &r);
@@ -571,6 +579,7 @@ static cudaError_t add_recorded(cudaStream_t stream, struct recorded r)
 
 cudaError_t cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind kind)
 {
+    COUNT_CALL();
     cudaError_t e = safe_now();
     if (e != cudaSuccess)
         return e;
@@ -583,6 +592,7 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind kind,
                             cudaStream_t stream)
 {
+    COUNT_CALL();
     if (is_captured(stream))
         return add_recorded(stream, (struct recorded){ .to = to, .from = from, .n = n });
     work_on(stream, config()->kernel_us);

@@ -50,6 +50,7 @@ void wait_for_device(int device)
 
 cudaError_t cudaDeviceSynchronize(void)
 {
+    COUNT_CALL();
     touch_device(current);
     cudaError_t e = device_not_captured(current);
     if (e == cudaSuccess)
@@ -101,6 +102,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest)
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *out, unsigned flags, int priority)
 {
+    COUNT_CALL();
     struct CUstream_st *s = calloc(1, sizeof *s);
     if (!s)
         return fail(cudaErrorMemoryAllocation);
@@ -143,6 +145,7 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority)
 
 cudaError_t cudaStreamQuery(cudaStream_t stream)
 {
+    COUNT_CALL();
     struct CUstream_st *s = resolve(stream);
     pass_time();
     cudaError_t e = not_captured(s->capture, cudaErrorStreamCaptureUnsupported);
@@ -153,6 +156,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream)
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream)
 {
+    COUNT_CALL();
     struct CUstream_st *s = resolve(stream);
     cudaError_t e = not_captured(s->capture, cudaErrorStreamCaptureUnsupported);
     if (e == cudaSuccess)
@@ -202,6 +206,7 @@ CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr p, cuuint32_t value, 
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned flags)
 {
+    COUNT_CALL();
     *out = calloc(1, sizeof **out);
     return *out ? cudaSuccess : fail(cudaErrorMemoryAllocation);
 }
@@ -217,6 +222,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event)
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 {
+    COUNT_CALL();
     struct CUstream_st *s = resolve(stream);
     pass_time();
     if (s->capture)
@@ -242,6 +248,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
 
 cudaError_t cudaEventQuery(cudaEvent_t event)
 {
+    COUNT_CALL();
     pass_time();
     cudaError_t e = not_captured(event->capture, cudaErrorCapturedEvent);
     if (e == cudaSuccess)
@@ -253,6 +260,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event)
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event)
 {
+    COUNT_CALL();
     cudaError_t e = not_captured(event->capture, cudaErrorCapturedEvent);
     if (e == cudaSuccess)
         e = safe_now();
@@ -269,6 +277,7 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end)
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags)
 {
+    COUNT_CALL();
     struct CUstream_st *s = resolve(stream);
     if (flags == cudaEventWaitExternal && s->capture)
         return add_node(stream, (struct node){ 0 });
