@@ -85,7 +85,17 @@ static int check_types(PyObject *func, PyObject *types)
     return 0;
 }
 
-/* Is `result` a lazy tensor, or some of them? */
+static bool is_of_whole_numbers(PyObject *tensor)
+{
+    PyObject *dtype = koila__is_tensor(tensor) ? koila__attribute(tensor, "dtype") : NULL;
+    const bool yes = dtype && koila__dtype_is_whole(koila__dtype_of(dtype));
+    Py_XDECREF(dtype);
+    PyErr_Clear();
+    return yes;
+}
+
+/* Is `result` a lazy tensor, or some of them? Plain ones of whole numbers may be among these, for
+ * autograd does not follow them: cuDNN's batch norm leaves one. */
 static bool is_lazy_result(PyObject *result)
 {
     if (Py_TYPE(result) == koila__lazy_class)
@@ -94,7 +104,7 @@ static bool is_lazy_result(PyObject *result)
         return false;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(result); i++) {
         PyObject *o = PySequence_Fast_GET_ITEM(result, i);
-        if (o != Py_None && !is_lazy_result(o))
+        if (o != Py_None && !is_lazy_result(o) && !is_of_whole_numbers(o))
             return false;
     }
     return true;

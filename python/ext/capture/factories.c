@@ -338,12 +338,6 @@ static double largest_of(int d)
     }
 }
 
-static bool is_integral(int d)
-{
-    return d == KOILA_DTYPE_I64 || d == KOILA_DTYPE_I32 || d == KOILA_DTYPE_I16 ||
-           d == KOILA_DTYPE_I8 || d == KOILA_DTYPE_U8 || d == KOILA_DTYPE_BOOL;
-}
-
 /* The dtype that torch would choose. -1: koila lacks it, or it may not hold the value; torch raises
  * the error of a value out of range. */
 static int dtype_of(const call *c)
@@ -361,7 +355,7 @@ static int dtype_of(const call *c)
         return -1;
     if (!number)
         return d;
-    if (!is_integral(d))
+    if (!koila__dtype_is_whole(d))
         return isfinite(x) && fabs(x) > largest ? -1 : d;
     const bool fits = kind == INT_FILL && largest > 0.0 && fabs(x) <= largest;
     return fits && (d != KOILA_DTYPE_U8 || x >= 0.0) ? d : -1;

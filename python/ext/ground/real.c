@@ -148,6 +148,24 @@ int koila__dtype_of(PyObject *o)
     return -1;
 }
 
+bool koila__dtype_is_whole(int dtype)
+{
+    switch (dtype) {
+    case KOILA_DTYPE_BOOL:
+    case KOILA_DTYPE_U8:
+    case KOILA_DTYPE_U16:
+    case KOILA_DTYPE_U32:
+    case KOILA_DTYPE_U64:
+    case KOILA_DTYPE_I8:
+    case KOILA_DTYPE_I16:
+    case KOILA_DTYPE_I32:
+    case KOILA_DTYPE_I64:
+        return true;
+    default:
+        return false;
+    }
+}
+
 PyObject *koila__device_object(uint16_t device)
 {
     if (device == 0)

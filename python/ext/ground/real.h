@@ -53,8 +53,10 @@ PyObject *koila__data_of(PyObject *tensor); /* new: torch's own `tensor.data` */
  * runs. 1; 0: it is no such tensor, or its device cannot be asked now; -1 with an exception. */
 int koila__fingerprint(PyObject *real, uint64_t *out);
 
-PyObject *koila__dtype_object(koila_dtype d);    /* borrowed */
-int koila__dtype_of(PyObject *o);                /* -1 without an exception: unknown */
+PyObject *koila__dtype_object(koila_dtype d); /* borrowed */
+int koila__dtype_of(PyObject *o);             /* -1 without an exception: unknown */
+/* Whole numbers or flags, which have no gradient. Of -1: false. */
+bool koila__dtype_is_whole(int dtype);
 int koila__dtype_code(koila_dtype d);            /* torch's number of it; -1: not known */
 PyObject *koila__device_object(uint16_t device); /* borrowed; NULL + error */
 int koila__device_of(PyObject *o, uint16_t *out);

@@ -45,25 +45,6 @@ static int raise_read(const char *why)
     return -1;
 }
 
-/* Whole numbers and truth values. */
-static bool is_whole_number(koila_dtype d)
-{
-    switch (d) {
-    case KOILA_DTYPE_BOOL:
-    case KOILA_DTYPE_U8:
-    case KOILA_DTYPE_U16:
-    case KOILA_DTYPE_U32:
-    case KOILA_DTYPE_U64:
-    case KOILA_DTYPE_I8:
-    case KOILA_DTYPE_I16:
-    case KOILA_DTYPE_I32:
-    case KOILA_DTYPE_I64:
-        return true;
-    default:
-        return false;
-    }
-}
-
 /* May a plan be read that depends on the tensor v? */
 static int check_read(const whole_run *w, koila_value v)
 {
@@ -74,7 +55,7 @@ static int check_read(const whole_run *w, koila_value v)
     if (koila__is_meta_device(info->device))
         return raise_read("a tensor on the meta device, which has no values. Make it on the CPU "
                           "(a batch is moved in the step: x.to(\"meta\"))");
-    if (w->may_read != READS_ANY && !is_whole_number((koila_dtype)info->dtype))
+    if (w->may_read != READS_ANY && !koila__dtype_is_whole(info->dtype))
         return raise_read("floating-point numbers. While planning nothing is computed from these. "
                           "Leave that out of the step");
     return 0;
