@@ -4,9 +4,10 @@
  *
  * Torch tells of a failure there by a code alone, so whoever calls runs the operator again through
  * `_op`, which raises torch's own exception. Therefore only operators of ATen come here that write
- * nothing and draw nothing, on the CPU, with arguments that the ABI knows: tensors, whole and real
- * numbers, flags, dtypes, devices, layouts, memory formats, lists and absent ones. It has no form
- * for a `Scalar`; but full() of 0 or 1, the most frequent call with one, is zeros() or ones().
+ * nothing and draw nothing, on the CPU or on GPUs, with arguments that the ABI knows: tensors,
+ * whole and real numbers, flags, dtypes, devices, layouts, memory formats, lists and absent ones.
+ * It has no form for a `Scalar`; but full() of 0 or 1, the most frequent call with one, is zeros()
+ * or ones().
  */
 #include <dlfcn.h>
 #include <math.h>
@@ -35,7 +36,7 @@ typedef enum argument_kind {
     A_FLOAT = 'F',
     A_BOOL = 'B',
     A_DTYPE = 'D',
-    A_DEVICE = 'V', /* the CPU */
+    A_DEVICE = 'V', /* the CPU, or a GPU */
     A_LAYOUT = 'L', /* dense */
     A_MEMORY_FORMAT = 'M',
     A_SCALAR = 'S',
@@ -114,6 +115,9 @@ static char *copy_text(const char *from)
     return to ? strcpy(to, from) : NULL;
 }
 
+/* The CPU, or a GPU, whose types in the codes of koila/graph.h are c10::DeviceType's. */
+static bool is_known_device(uint16_t device) { return device >> 8 <= 1; }
+
 /* torch.preserve_format and its like, by the function of the ABI that is named after it. */
 static bool memory_format(PyObject *o, stable *out)
 {
@@ -130,11 +134,23 @@ static bool memory_format(PyObject *o, stable *out)
     return code != NULL;
 }
 
+/* Type and index of the device: the CPU, or a GPU, perhaps the current one. false: another. */
+static bool device_value(PyObject *o, stable *out)
+{
+    uint16_t device;
+    PyObject *index = PyObject_GetAttrString(o, "index");
+    const uint32_t at = index && index != Py_None ? (uint32_t)PyLong_AsLong(index) : UINT32_MAX;
+    Py_XDECREF(index);
+    if (PyErr_Occurred() || koila__device_of(o, &device) < 0)
+        return false;
+    *out = (stable)(device >> 8) << 32 | at;
+    return is_known_device(device);
+}
+
 /* Constant `o` of this kind; false: it is none. */
 static bool constant(argument_kind kind, PyObject *o, stable *out)
 {
     double real;
-    uint16_t device;
     switch (kind) {
     case AN_INT:
         if (!PyLong_CheckExact(o))
@@ -157,8 +173,7 @@ static bool constant(argument_kind kind, PyObject *o, stable *out)
         return code >= 0;
     }
     case A_DEVICE:
-        *out = UINT32_MAX; /* type 0, no index */
-        return koila__device_of(o, &device) == 0 && device == 0;
+        return device_value(o, out);
     case A_LAYOUT:
         *out = 0;
         return o == koila__strided;
@@ -285,13 +300,11 @@ static bool fill_in(koila__direct *d, const koila_sig_info *s, PyObject *const *
     return n_given == n_values;
 }
 
-static bool is_on_cpu(const koila_sig_info *s)
+static bool are_on_known_devices(const koila_meta *metas, uint32_t n)
 {
-    for (uint32_t i = 0; i < s->n_inputs; i++)
-        if (koila_meta_get(koila__table, s->inputs[i])->device)
-            return false;
-    for (uint32_t i = 0; i < s->n_outputs; i++)
-        if (s->outputs[i] != KOILA_NONE && koila_meta_get(koila__table, s->outputs[i])->device)
+    for (uint32_t i = 0; i < n; i++)
+        if (metas[i] != KOILA_NONE &&
+            !is_known_device(koila_meta_get(koila__table, metas[i])->device))
             return false;
     return true;
 }
@@ -304,8 +317,10 @@ koila__direct *koila__direct_new(const koila_sig_info *s, PyObject *const *objec
         return NULL;
     }
     look_up_abi();
-    if (!torch_abi.version || s->n_writes || flags & KOILA_OP_RANDOM || !is_on_cpu(s) ||
-        s->n_pos + s->n_kw > MOST_ARGUMENTS || s->n_outputs > MOST_RESULTS)
+    if (!torch_abi.version || s->n_writes || flags & KOILA_OP_RANDOM ||
+        !are_on_known_devices(s->inputs, s->n_inputs) ||
+        !are_on_known_devices(s->outputs, s->n_outputs) || s->n_pos + s->n_kw > MOST_ARGUMENTS ||
+        s->n_outputs > MOST_RESULTS)
         return NULL;
     PyObject *op = koila__op_object(s->op);
     PyObject *schema = op ? PyObject_CallOneArg(koila__torch.direct_schema, op) : NULL;
