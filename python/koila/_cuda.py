@@ -13,8 +13,8 @@ import torch
 
 from ._errors import UnsupportedError
 
-_CURRENT = [
-    f"{what}.{pool}.current"
+_STATE = [
+    (what, pool)
     for what in (
         "allocation",
         "allocated_bytes",
@@ -26,6 +26,7 @@ _CURRENT = [
     )
     for pool in ("small_pool", "large_pool")
 ]
+_Count = tuple[int, int, int]
 
 
 def index_of(code: int) -> int:
@@ -33,13 +34,10 @@ def index_of(code: int) -> int:
     return code & 0xFF if code >> 8 == 1 and torch.cuda.is_initialized() else -1
 
 
-def now(index: int) -> tuple[int, int, int, tuple[int, ...]]:
-    """(allocated bytes, reserved bytes, free bytes of the device, state). `state` differs whenever
-    the allocator's state differs.
-
-    Raises:
-        UnsupportedError: a CUDA graph is being captured. A plan depends on the memory that is free
-            now, and a step that runs out is cut again: a captured graph can do neither.
+def _refuse_captures() -> None:
+    """Raises:
+    UnsupportedError: a CUDA graph is being captured. A plan depends on the memory that is free
+        now, and a step that runs out is cut again: a captured graph can do neither.
     """
     if torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
@@ -47,22 +45,41 @@ def now(index: int) -> tuple[int, int, int, tuple[int, ...]]:
             "memory that is free when it runs. Capture the plain step, or run this one outside of "
             "torch.cuda.graph()"
         )
-    stats = torch.cuda.memory_stats(index)
+
+
+def _count(stats: dict[str, Any]) -> _Count:
+    of_all = stats["allocated_bytes"]["all"]
+    return of_all["current"], of_all["peak"], of_all["freed"]
+
+
+def now(index: int) -> tuple[_Count, int, int, tuple[int, ...]]:
+    """(as of `allocated()`, reserved bytes, free bytes of the device, state). `state` differs
+    whenever the allocator's state differs. The driver is asked, which takes it long.
+
+    Raises:
+        UnsupportedError: a CUDA graph is being captured.
+    """
+    _refuse_captures()
+    stats = torch.cuda.memory_stats_as_nested_dict(index)
     free, _ = torch.cuda.mem_get_info(index)
     stream = int(torch.cuda.current_stream(index).cuda_stream)
-    state = (index, stream, int(free), *(int(stats.get(name, 0)) for name in _CURRENT))
-    return (
-        int(stats.get("allocated_bytes.all.current", 0)),
-        int(stats.get("reserved_bytes.all.current", 0)),
-        int(free),
-        state,
-    )
+    state = (index, stream, int(free), *(stats[what][pool]["current"] for what, pool in _STATE))
+    return _count(stats), stats["reserved_bytes"]["all"]["current"], int(free), state
 
 
-def allocated(index: int) -> tuple[int, int, int]:
+def held(index: int) -> _Count:
+    """As `allocated()`, for a step that begins.
+
+    Raises:
+        UnsupportedError: a CUDA graph is being captured.
+    """
+    _refuse_captures()
+    return allocated(index)
+
+
+def allocated(index: int) -> _Count:
     """Bytes of torch's allocator: handed out now, the most of them so far, given back in all."""
-    stats = torch.cuda.memory_stats_as_nested_dict(index)["allocated_bytes"]["all"]
-    return stats["current"], stats["peak"], stats["freed"]
+    return _count(torch.cuda.memory_stats_as_nested_dict(index))
 
 
 def settings(index: int) -> tuple[str, str, str, float, int, int, str]:

@@ -4,6 +4,7 @@ tensors stay on the CPU, and an out of memory is the CPU's limit."""
 
 import copy
 import itertools
+import time
 import types
 
 import pytest
@@ -17,6 +18,15 @@ pytestmark = pytest.mark.usefixtures("no_default_device")
 
 MIB = 1 << 20
 BATCH, WIDTH, WIDE = 256, 64, 8192  # a layer's result is 8 MiB, 32 KiB a row
+COUNTED = (  # numbers of the allocator that make up its state
+    "allocation",
+    "allocated_bytes",
+    "active_bytes",
+    "segment",
+    "reserved_bytes",
+    "inactive_split",
+    "inactive_split_bytes",
+)
 
 
 class Gpu:
@@ -67,7 +77,7 @@ class Gpu:
         monkeypatch.setattr(_cuda, "index_of", lambda code: 0)
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
         for name in (
-            "memory_stats",
+            "memory_stats_as_nested_dict",
             "mem_get_info",
             "memory_snapshot",
             "current_stream",
@@ -102,20 +112,27 @@ class Gpu:
             "blocks": blocks,
         }
 
-    def memory_stats(self, device=None):
+    def reserved(self):
+        return sum(s["total_size"] for s in self.segments)
+
+    def memory_stats_as_nested_dict(self, device=None):
         used = sum(
             b["size"]
             for s in self.segments
             for b in s["blocks"]
             if b["state"] == "active_allocated"
         )
-        reserved = sum(s["total_size"] for s in self.segments)
-        return {
-            "allocated_bytes.all.current": used,
-            "allocated_bytes.large_pool.current": used,
-            "reserved_bytes.all.current": reserved,
-            "reserved_bytes.large_pool.current": reserved,
+        stats = {
+            what: {
+                pool: {"current": 0, "peak": 0, "freed": 0}
+                for pool in ("all", "small_pool", "large_pool")
+            }
+            for what in COUNTED
         }
+        for pool in ("all", "large_pool"):
+            stats["allocated_bytes"][pool].update(current=used, peak=used)
+            stats["reserved_bytes"][pool]["current"] = self.reserved()
+        return stats
 
     def mem_get_info(self, device=None):
         return self.free, self.total
@@ -188,9 +205,9 @@ def test_the_gpu_that_is_here_can_be_planned_for_by_name(case, monkeypatch):
     monkeypatch.setattr(
         torch.cuda,
         "memory_reserved",
-        lambda device: gpu.memory_stats()["reserved_bytes.all.current"],
+        lambda device: gpu.reserved(),
     )
-    reserved = gpu.memory_stats()["reserved_bytes.all.current"]
+    reserved = gpu.reserved()
 
     def planned(free, device):
         gpu.free = free
@@ -265,7 +282,7 @@ def test_cached_blocks_are_used_whatever_fraction_of_the_gpu_torch_may_take(case
     """Only new segments count against the fraction: 180 MiB of free blocks stay."""
     model, x = case
     gpu = Gpu(monkeypatch, holes=[3 * MIB] * 60)
-    reserved = gpu.memory_stats()["reserved_bytes.all.current"]
+    reserved = gpu.reserved()
     monkeypatch.setattr(
         torch.cuda, "get_per_process_memory_fraction", lambda device: reserved / 2 / gpu.total
     )
@@ -282,6 +299,7 @@ def test_a_plan_is_kept_while_the_allocator_is_as_it_was(case, monkeypatch):
     whole = step(model, x)
     assert whole.n_micro_batches == 1 and gpu.listed == 2
     gpu.free = 0  # and taken again: the plan is asked about, and another made
+    time.sleep(0.11)  # the step needed little, and the driver was asked a moment ago
     again = step(model, x)
     assert again.micro_batch == first.micro_batch and again.fit["fits"] and gpu.listed == 3
     for i in range(20):  # a state that is new in every step
@@ -369,9 +387,8 @@ def odd(gpu, what):
 def test_a_snapshot_that_makes_no_sense_leaves_the_sum_to_decide(case, monkeypatch, what):
     model, x = case
     gpu = Gpu(monkeypatch, free=0, holes=[3 * MIB] * 60)
-    held = gpu.memory_stats()
-    gpu.memory_stats = lambda device=None: held
-    monkeypatch.setattr(torch.cuda, "memory_stats", gpu.memory_stats)
+    held = gpu.memory_stats_as_nested_dict()
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device=None: held)
     odd(gpu, what)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda include_traces=True: gpu.segments)
     plan = step(model, x)
@@ -381,7 +398,7 @@ def test_a_snapshot_that_makes_no_sense_leaves_the_sum_to_decide(case, monkeypat
 @pytest.mark.parametrize(
     "name",
     [
-        "memory_stats",
+        "memory_stats_as_nested_dict",
         "mem_get_info",
         "memory_snapshot",
         "current_stream",
@@ -451,7 +468,7 @@ def test_settings_of_the_allocator_are_read_from_the_environment(case, monkeypat
 
 def test_without_a_gpu_nothing_is_asked(case, monkeypatch):
     model, x = case
-    for name in ("memory_stats", "memory_snapshot", "mem_get_info"):
+    for name in ("memory_stats_as_nested_dict", "memory_snapshot", "mem_get_info"):
         monkeypatch.setattr(
             torch.cuda, name, lambda *a, **k: pytest.fail("asked of a GPU that is not there")
         )
@@ -467,19 +484,11 @@ def test_every_state_has_its_number(monkeypatch):
     for."""
     gpu = Gpu(monkeypatch)
     states = {_cuda.now(0)[3]}
-    for pool, what in itertools.product(
-        ("small_pool", "large_pool"),
-        (
-            "allocation",
-            "allocated_bytes",
-            "active_bytes",
-            "segment",
-            "reserved_bytes",
-            "inactive_split",
-            "inactive_split_bytes",
-        ),
-    ):
-        stats = {**gpu.memory_stats(), f"{what}.{pool}.current": 12345}
-        monkeypatch.setattr(torch.cuda, "memory_stats", lambda device, stats=stats: stats)
+    for pool, what in itertools.product(("small_pool", "large_pool"), COUNTED):
+        stats = gpu.memory_stats_as_nested_dict()
+        stats[what][pool]["current"] = 12345
+        monkeypatch.setattr(
+            torch.cuda, "memory_stats_as_nested_dict", lambda device, stats=stats: stats
+        )
         states.add(_cuda.now(0)[3])
     assert len(states) == 15

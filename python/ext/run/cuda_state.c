@@ -2,7 +2,8 @@
  * keeps margins for plans that ran out nevertheless.
  *
  *   look      bytes handed out, reserved, free on the device, and a number for the allocator's
- *             state (koila._cuda.now; a few microseconds)
+ *             state (koila._cuda.now). Asking the driver takes long, so a step that needs little
+ *             asks only for what is handed out, if the driver was asked a moment ago
  *   live      the simulated cache, made again from the segments of torch.cuda.memory_snapshot()
  *             when that number has changed; it may grow into the free memory up to the budget
  *   plan      koila_plan_live on it; later: does an earlier plan still fit?
@@ -16,6 +17,8 @@
  */
 #include "base/idset.h"
 #include "run/run.h"
+
+#include "ground/clock.h"
 
 #define MIB ((uint64_t)1 << 20)
 
@@ -60,32 +63,84 @@ int koila__gpu_of(const koila_graph *g)
     return index >= 0 && index < 255 ? (int)index : -1;
 }
 
-int koila__gpu_look(int index, koila__room *room)
+/* What a device and its allocator were like when the driver was asked last. */
+enum { N_LOOKS = 64, LOOK_LASTS = 100 /* milliseconds, as ANSWER_LASTS in limits.c */ };
+static struct look {
+    bool is_there;
+    int64_t at;     /* milliseconds */
+    uint64_t room;  /* bytes that torch may come to: reserved and free ones */
+    uint64_t state; /* of the allocator, as a hash */
+} looks[N_LOOKS];
+
+static bool parse_count(PyObject *from, koila__gpu_count *out)
+{
+    unsigned long long now, peak, freed;
+    if (!PyArg_ParseTuple(from, "KKK", &now, &peak, &freed))
+        return false;
+    *out = (koila__gpu_count){ now, peak, freed };
+    return true;
+}
+
+/* Asks the allocator, and the driver. false: that cannot be read, with an exception. */
+static bool look_anew(int index, koila__gpu_count *count, struct look *out)
 {
     PyObject *r = ask("now", index);
-    PyObject *numbers = NULL;
-    unsigned long long held = 0, reserved = 0, free = 0;
-    uint64_t state = 0;
-    bool ok = r && PyArg_ParseTuple(r, "KKKO!", &held, &reserved, &free, &PyTuple_Type, &numbers);
+    PyObject *of_all = NULL, *numbers = NULL;
+    unsigned long long reserved = 0, free = 0;
+    bool ok = r &&
+              PyArg_ParseTuple(r, "O!KKO!", &PyTuple_Type, &of_all, &reserved, &free, &PyTuple_Type,
+                               &numbers) &&
+              parse_count(of_all, count);
+    *out =
+        (struct look){ .is_there = true, .at = koila__milliseconds_now(), .room = reserved + free };
     for (Py_ssize_t i = 0; ok && i < PyTuple_GET_SIZE(numbers); i++) {
-        state = koila__mix(state, PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(numbers, i)));
+        out->state =
+            koila__mix(out->state, PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(numbers, i)));
         ok = !PyErr_Occurred();
     }
     Py_XDECREF(r);
+    return ok;
+}
+
+/* The last look, if it was a moment ago; the count is that of now. */
+static bool look_again(int index, koila__gpu_count *count, struct look *out)
+{
+    if (index >= N_LOOKS || !looks[index].is_there ||
+        koila__milliseconds_now() - looks[index].at > LOOK_LASTS)
+        return false;
+    *out = looks[index];
+    PyObject *r = ask("held", index);
+    const bool ok = r && parse_count(r, count);
+    Py_XDECREF(r);
+    return ok;
+}
+
+static void forget_looks(void) { memset(looks, 0, sizeof looks); }
+
+int koila__gpu_look(int index, bool anew, koila__room *room)
+{
+    struct look seen;
+    koila__gpu_count count;
+    const bool is_recalled = !anew && look_again(index, &count, &seen);
+    const bool ok = is_recalled || (!PyErr_Occurred() && look_anew(index, &count, &seen));
     if (koila__is_unsupported())
         return -1;
     PyErr_Clear();
     if (!ok)
         return 0;
+    if (index < N_LOOKS)
+        looks[index] = seen;
     room->gpu = index;
-    room->held = held;
-    room->limit = reserved + free;
+    room->is_recalled = is_recalled;
+    room->count = count;
+    room->held = count.now;
+    room->limit = seen.room;
     const koila__settings set = koila__settings_now();
     room->is_budget = set.has_budget && set.budget < room->limit;
     if (room->is_budget)
         room->limit = set.budget;
-    room->bytes = room->limit > held ? room->limit - held : 0;
-    room->state = koila__mix(state, room->limit) | 1;
+    room->bytes = room->limit > room->held ? room->limit - room->held : 0;
+    room->state = koila__mix(seen.state, room->limit) | 1;
     return 1;
 }
 
@@ -225,7 +280,7 @@ static bool bring_live(const koila__room *room)
     PyErr_Clear();
     Py_XDECREF(with);
     Py_XDECREF(list);
-    gpu.state = room->state;
+    gpu.state = room->is_recalled ? 0 : room->state; /* the segments are those of now */
     return gpu.live != NULL;
 }
 
@@ -319,12 +374,13 @@ void koila__gpu_ran_out(cached *c)
 {
     koila__room room = { .gpu = c->gpu };
     uint64_t bytes = 0;
+    forget_looks();
     if (c->gpu < 0 || !c->fit.fits)
         return;
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     const uint64_t key = koila_graph_hash(c->part);
-    if (koila__gpu_look(c->gpu, &room) > 0 && bring_live(&room)) {
+    if (koila__gpu_look(c->gpu, true, &room) > 0 && bring_live(&room)) {
         const koila_fit_opts with = options_for(c->gpu, key);
         if (koila_fit_margin(c->plan, gpu.device, gpu.live, &with, &bytes, NULL) == KOILA_OK) {
             struct margin *m = margin_of(key, true);
@@ -351,11 +407,10 @@ void koila__gpu_has_learned(const cached *c)
 bool koila__gpu_bytes(int index, koila__gpu_count *out)
 {
     PyObject *r = ask("allocated", index);
-    unsigned long long now = 0, peak = 0, freed = 0;
-    const bool ok = r && PyArg_ParseTuple(r, "KKK", &now, &peak, &freed);
+    *out = (koila__gpu_count){ 0 };
+    const bool ok = r && parse_count(r, out);
     Py_XDECREF(r);
     PyErr_Clear();
-    *out = (koila__gpu_count){ now, peak, freed };
     return ok;
 }
 
@@ -408,6 +463,7 @@ PyObject *koila__fit_dict(const cached *c)
 void koila__gpu_forget(void)
 {
     forget_live();
+    forget_looks();
     memset(margins, 0, sizeof margins);
     memset(gpu.ran_products, 0, sizeof gpu.ran_products);
 }

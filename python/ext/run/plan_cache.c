@@ -291,6 +291,7 @@ static cached *new_plan(uint64_t key, koila_graph *part, const koila_value *targ
                    .state = room->state,
                    .n_states = n_states,
                    .fit = fit,
+                   .below_peak = UINT64_MAX,
                    .targets = kept,
                    .n_targets = n_targets };
     cached **slot = slot_for_new();
@@ -371,6 +372,7 @@ void koila__plan_cache_clear(void)
         koila__cached_release(cache[i]);
         cache[i] = NULL;
     }
+    koila__needs_forget();
     koila__gpu_forget();
     koila__unlearn();
 }

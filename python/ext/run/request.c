@@ -125,7 +125,7 @@ static next find_part(request *q)
 
 static next find_room(request *q)
 {
-    if (koila__room_for(q->part.graph, koila__step_is_large(q->key), &q->room) < 0)
+    if (koila__room_for(q->part.graph, koila__step_need(q->key), &q->room) < 0)
         return FAILED;
     q->room.is_budget &= q->ranks == Py_None; /* ranks agree on slices: none cuts again alone */
     if (koila__is_planning()) {               /* what the step reads will be held beside it */
@@ -241,10 +241,9 @@ static next without_plan(request *q, koila_status status, const koila_error *err
 /* Does the step need more of the room than may rest on what the system said before? */
 static bool asks_anew(const request *q)
 {
-    if (q->c && koila__room_is_ample(&q->room, &q->c->info))
-        return false;
-    koila__step_was_large(q->key);
-    return q->room.is_recalled;
+    const bool is_ample = q->c && koila__room_is_ample(&q->room, &q->c->info);
+    koila__step_needs(q->key, is_ample ? KOILA__NEEDS_LITTLE : KOILA__NEEDS_MUCH);
+    return !is_ample && q->room.is_recalled;
 }
 
 /* May more slices than the fewest be tried? Where nobody else decides the rows. By default only of
@@ -464,8 +463,9 @@ static next after_out_of_memory(request *q, koila__announced announced)
 }
 
 /* On a GPU torch's allocator keeps the highest peak since the user reset it, and koila does not
- * reset it: the step's own is known where it rose, or where it stood at what was held. `before`:
- * NULL where it could not be read. */
+ * reset it: the step's own is known where it rose, or where it stood at what was held. A plan that
+ * left it alone before will do so again below as high a peak, so nobody is asked. `before`: NULL
+ * where it could not be read. */
 static void measure_peak(request *q, uint64_t cpu_peak, const koila__gpu_count *before)
 {
     koila__gpu_count after;
@@ -474,9 +474,12 @@ static void measure_peak(request *q, uint64_t cpu_peak, const koila__gpu_count *
         q->step.measured_peak_bytes = cpu_peak;
         return;
     }
-    q->step.measured = before && koila__gpu_bytes(q->room.gpu, &after) &&
-                       (after.peak > before->peak || before->peak == before->now);
+    const uint64_t above = before ? before->peak - before->now : UINT64_MAX;
+    const bool is_read = above < q->c->below_peak && koila__gpu_bytes(q->room.gpu, &after);
+    q->step.measured = is_read && (after.peak > before->peak || !above);
     q->step.measured_peak_bytes = q->step.measured ? after.peak : 0;
+    if (is_read && !q->step.measured)
+        q->c->below_peak = above;
 }
 
 /* Room for the results. */
@@ -544,8 +547,10 @@ static void learn(request *q, const koila__exec_report *told, bool went_well, do
 static next execute(request *q)
 {
     koila__exec_report told;
-    koila__gpu_count gpu;
-    const bool is_counted = q->room.gpu >= 0 && koila__gpu_bytes(q->room.gpu, &gpu);
+    /* ranks have met since the room was looked at */
+    koila__gpu_count gpu = q->room.count;
+    const bool is_counted =
+        q->room.gpu >= 0 && (q->ranks == Py_None || koila__gpu_bytes(q->room.gpu, &gpu));
     const uint64_t base = koila__cpu_bytes_current();
     const int window = koila__cpu_bytes_open();
     const bool is_timed = q->turn.key;

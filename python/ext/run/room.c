@@ -75,7 +75,7 @@ static const koila__room NO_ROOM_KNOWN = {
     .bytes = UINT64_MAX, .limit = UINT64_MAX, .gpu = -1, .resident = { .limit = UINT64_MAX }
 };
 
-int koila__room_for(const koila_graph *part, bool anew, koila__room *out)
+int koila__room_for(const koila_graph *part, koila__need need, koila__room *out)
 {
     *out = NO_ROOM_KNOWN;
     const koila__settings set = koila__settings_now();
@@ -84,13 +84,15 @@ int koila__room_for(const koila_graph *part, bool anew, koila__room *out)
             out->bytes = out->limit = dry_budget(&set);
         return 0;
     }
-    return koila__room_on(koila__gpu_of(part), anew, out);
+    const int gpu = koila__gpu_of(part);
+    const bool anew = need == KOILA__NEEDS_MUCH || (gpu >= 0 && need == KOILA__NEEDS_UNKNOWN);
+    return koila__room_on(gpu, anew, out);
 }
 
 int koila__room_on(int gpu, bool anew, koila__room *out)
 {
     *out = NO_ROOM_KNOWN;
-    const int seen = gpu >= 0 ? koila__gpu_look(gpu, out) : 0;
+    const int seen = gpu >= 0 ? koila__gpu_look(gpu, anew, out) : 0;
     if (seen == 0)
         look_at_cpu(out, anew);
     return seen < 0 ? -1 : 0;
@@ -119,11 +121,26 @@ bool koila__room_is_ample(const koila__room *room, const koila_plan_info *info)
            info->peak_bytes <= room->bytes / AMPLE_SHARE;
 }
 
-/* Steps that needed more, by their keys. One that is forgotten for another asks once more. */
-static uint64_t large[64];
+/* By their keys. One that is forgotten for another asks once more. */
+static struct {
+    uint64_t key;
+    koila__need need;
+} needs[64];
 
-bool koila__step_is_large(uint64_t key) { return large[key % KOILA_COUNT(large)] == key; }
-void koila__step_was_large(uint64_t key) { large[key % KOILA_COUNT(large)] = key; }
+koila__need koila__step_need(uint64_t key)
+{
+    const size_t i = key % KOILA_COUNT(needs);
+    return needs[i].key == key ? needs[i].need : KOILA__NEEDS_UNKNOWN;
+}
+
+void koila__step_needs(uint64_t key, koila__need need)
+{
+    const size_t i = key % KOILA_COUNT(needs);
+    needs[i].key = key;
+    needs[i].need = need;
+}
+
+void koila__needs_forget(void) { memset(needs, 0, sizeof needs); }
 
 int koila__held_fits(const char *call)
 {

@@ -149,31 +149,47 @@ int koila__part_check_versions(koila__tape *t, const koila__part *p);
 int koila__part_leaf_bytes(koila__tape *t, const koila__part *p, uint64_t *out);
 
 /* ---- room.c */
+/* Bytes of torch's allocator on a GPU: handed out now and at most, and given back in all. */
+typedef struct koila__gpu_count {
+    uint64_t now, peak, freed;
+} koila__gpu_count;
 /* The memory that a step may use on a GPU, or on the CPU (gpu -1). In bytes. */
 typedef struct koila__room {
     uint64_t bytes; /* available beyond `held` */
     uint64_t limit; /* on all bytes held; UINT64_MAX: none */
     uint64_t held;
     int gpu;
-    uint64_t state; /* GPU: state of its allocator, never 0 */
+    uint64_t state;         /* GPU: state of its allocator at the last look, never 0 */
+    koila__gpu_count count; /* GPU: now */
     /* GPU: the limit is the user's budget. Beyond it torch refuses nothing, so a plan must not go
      * there. */
     bool is_budget;
     /* CPU: where all of the process is limited, and not torch's bytes alone */
     koila__resident_room resident;
-    bool is_recalled; /* CPU: the system was not asked, for it was a moment ago */
+    /* What others have left was not asked of the system, for it was a moment ago. Torch's own bytes
+     * are those of now. */
+    bool is_recalled;
 } koila__room;
-/* anew: the system is asked in any case. -1 with UnsupportedError while the GPU's work is captured
- * into a graph. */
-int koila__room_for(const koila_graph *part, bool anew, koila__room *out);
-/* The same for tensors of this GPU, or of the CPU (-1), outside of koila.plan(). */
+/* What a step needs of the room, as far as is known: `little` if the plan is ample for it. */
+typedef enum koila__need {
+    KOILA__NEEDS_UNKNOWN,
+    KOILA__NEEDS_LITTLE,
+    KOILA__NEEDS_MUCH
+} koila__need;
+/* A step that needs little does not ask the system, if that was asked a moment ago; on the CPU, one
+ * that is not known neither. -1 with UnsupportedError while the GPU's work is captured into a
+ * graph. */
+int koila__room_for(const koila_graph *part, koila__need need, koila__room *out);
+/* The same for tensors of this GPU, or of the CPU (-1), outside of koila.plan(). anew: the system
+ * is asked in any case. */
 int koila__room_on(int gpu, bool anew, koila__room *out);
 /* Is the plan's need small beside the room? Such a step does not ask for free memory, and runs
  * without the guard of resident memory, if the system was asked a moment ago. */
 bool koila__room_is_ample(const koila__room *room, const koila_plan_info *info);
-/* The step of this key needs more than that, as far as is known. */
-bool koila__step_is_large(uint64_t key);
-void koila__step_was_large(uint64_t key);
+/* Of the step of this key. */
+koila__need koila__step_need(uint64_t key);
+void koila__step_needs(uint64_t key, koila__need need);
+void koila__needs_forget(void);
 /* The same without the bytes that are left free because libraries may take them: for a step that
  * else does not fit at all. False: there are none. */
 bool koila__room_without_extra(koila__room *room);
@@ -225,10 +241,13 @@ typedef struct cached {
     bool is_predicted; /* `part` is a copy over a table of its own (predict_step.c) */
     koila_plan *plan;
     koila_plan_info info;
-    int gpu;               /* planned for this GPU; -1: the CPU */
-    uint64_t state;        /* state of the GPU's allocator in which it fits; 0: check again */
-    uint32_t n_states;     /* number of changes of that state, over all plans of this step */
-    koila_fit fit;         /* struct_size 0: the sum of live bytes decided */
+    int gpu;           /* planned for this GPU; -1: the CPU */
+    uint64_t state;    /* state of the GPU's allocator in which it fits; 0: check again */
+    uint32_t n_states; /* number of changes of that state, over all plans of this step */
+    koila_fit fit;     /* struct_size 0: the sum of live bytes decided */
+    /* GPU: bytes between what was held and the allocator's highest peak, the least at which a run
+     * of it has not raised that; UINT64_MAX: none yet */
+    uint64_t below_peak;
     koila__bodies *bodies; /* owned; NULL: nobody asked to compile its loops */
     bool compiles;         /* the step that runs asks to, whatever the setting */
     koila_value *targets;  /* owned [n_targets] of `part`; NULL: of a prediction */
@@ -301,8 +320,9 @@ void koila__workspaces_forget(void); /* those of signatures that the table has f
 /* ---- cuda_state.c. All but the look do not fail and leave no exception. Without a GPU, or with an
  * allocator that is not modelled, the sum of live bytes decides. */
 int koila__gpu_of(const koila_graph *g); /* the GPU that g's leaves are on, -1: none */
-/* 1; 0: it cannot be read; -1: UnsupportedError, its work is captured into a graph. */
-int koila__gpu_look(int index, koila__room *room);
+/* 1; 0: it cannot be read; -1: UnsupportedError, its work is captured into a graph. anew: its
+ * driver is asked in any case. */
+int koila__gpu_look(int index, bool anew, koila__room *room);
 /* Host memory that a step may take: half of what this process can still get. */
 uint64_t koila__host_room(void);
 /* koila_plan_new, and on a GPU koila_plan_live; *fit: as cached.fit. */
@@ -317,10 +337,6 @@ void koila__gpu_ran_out(cached *c);
 void koila__gpu_has_learned(const cached *c);
 /* A step has run a matrix product there: from then on cuBLAS keeps its workspace. */
 void koila__gpu_ran_product(int index);
-/* Bytes of torch's allocator on a GPU: handed out now and at most, and given back in all. */
-typedef struct koila__gpu_count {
-    uint64_t now, peak, freed;
-} koila__gpu_count;
 bool koila__gpu_bytes(int index, koila__gpu_count *out); /* false: it cannot be read */
 /* Bytes that a call used beyond its results, from the counts before and after it. Exact if it
  * raised the peak. Else an upper bound: what it gave back inside, or what the peak leaves room for.

@@ -558,7 +558,7 @@ static PyObject *py_explain(PyObject *self, PyObject *list)
     koila__room room;
     PyObject *d = NULL;
     if (t && koila__part_make(t, values, n, true, &part) == 0 &&
-        koila__room_for(part.graph, true, &room) == 0) {
+        koila__room_for(part.graph, KOILA__NEEDS_MUCH, &room) == 0) {
         koila_error err = KOILA_ERROR_INIT;
         koila_status status = KOILA_OK;
         const koila__step step = {

@@ -54,7 +54,7 @@ static bool is_refused(koila__tape *t, const koila_value *targets, uint32_t n)
         return false;
     if (koila__part_make(t, targets, n, true, &part) == 0) {
         koila__room room;
-        if (koila__room_for(part.graph, true, &room) == 0)
+        if (koila__room_for(part.graph, KOILA__NEEDS_MUCH, &room) == 0)
             c = koila__plan_for(koila__part_give(&part), part.targets, n, &room,
                                 koila__cutting_now(&room), &err, &status);
         koila__part_free(&part);
