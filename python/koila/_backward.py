@@ -262,16 +262,26 @@ def _own_layout(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(leaf, dtype=gradient.dtype).copy_(gradient)
 
 
+def _lay_as_leaves(leaves: list[torch.Tensor], gradients: list[torch.Tensor]) -> bool:
+    """Gives each gradient its leaf's layout. Was any copied?"""
+    any_copied = False
+    with torch.no_grad():
+        for i, leaf in enumerate(leaves):
+            gradient = gradients[i]
+            gradients[i] = _own_layout(leaf, gradient)
+            any_copied |= gradients[i] is not gradient
+    return any_copied
+
+
 def _hand_over(
     depth: _Depth, leaves: list[torch.Tensor], gradients: list[torch.Tensor], create: bool
 ) -> None:
-    """Pass 2: autograd's engine accumulates. If a hook raises, every `.grad` is as before.
-    create: the gradients have a graph behind them, which is kept."""
+    """Pass 2: autograd's engine accumulates gradients that lie as their leaves do. If a hook
+    raises, every `.grad` is as before. create: the gradients have a graph behind them, which is
+    kept."""
     ends = [_sharded.ends_in(leaf) for leaf in leaves]
     hooked = any(_hooks.has_hooks(t) for t in ends)
     with torch.no_grad():
-        for i, leaf in enumerate(leaves if not create else ()):
-            gradients[i] = _own_layout(leaf, gradients[i])
         contents = [
             t.grad.detach().clone() if hooked and t.grad is not None else None for t in ends
         ]
@@ -478,7 +488,10 @@ def _run_known(depth: _Depth, call: _Call, targets: list[torch.Tensor], known: o
 def _accumulate(
     depth: _Depth, call: _Call, targets: list[torch.Tensor], gradients: list[torch.Tensor]
 ) -> None:
-    if not _set_at_once(depth, call, targets, gradients):
+    if _set_at_once(depth, call, targets, gradients):
+        return
+    any_copied = not call.create and _lay_as_leaves(targets, gradients)
+    if not any_copied or not _set_at_once(depth, call, targets, gradients):
         _hand_over(depth, targets, gradients, call.create)
 
 

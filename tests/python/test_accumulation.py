@@ -92,6 +92,24 @@ def test_what_is_left_is_what_the_engine_leaves(name, set_by_koila, monkeypatch)
     assert not any(set_by_koila)
 
 
+def test_a_stride_that_means_nothing_needs_no_engine(set_by_koila, monkeypatch):
+    """The weight of one column has a stride along its one entry that its gradient has not."""
+
+    def left_in():
+        torch.manual_seed(0)
+        w = nn.Parameter(torch.empty_strided((5, 1), (1, 7)).copy_(torch.randn(5, 1)))
+        with koila.step_aside(False):
+            (lazy(torch.randn(6, 5)) @ w).square().sum().backward()
+        assert w.grad.stride() != w.stride()
+        return w.grad, w.grad.stride()
+
+    mine = left_in()
+    assert set_by_koila == [True]
+    monkeypatch.setattr(_core, "accumulate", lambda *_: False)
+    engines = left_in()
+    assert torch.equal(mine[0], engines[0]) and mine[1] == engines[1]
+
+
 def of_the_weight(model):
     return model[4].weight
 

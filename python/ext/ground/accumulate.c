@@ -46,6 +46,17 @@ static bool is_alone(PyObject *gradient)
     return alone;
 }
 
+/* Has a gradient of meta b the strides that the node wants of a leaf's of meta a? It takes one with
+ * a stride of 0 for a view. */
+static bool lies_as_leaf(koila_meta a, koila_meta b)
+{
+    const koila_meta_info *m = koila_meta_get(koila__table, b);
+    for (uint32_t d = 0; d < m->n_dims; d++)
+        if (m->size[d] == 1 && !m->stride[d])
+            return false;
+    return koila__lie_alike(a, b) && koila_meta_is_dense(m);
+}
+
 /* Would the engine take `gradient` for `leaf` as it is, and do nothing else? May leave an
  * exception: no. */
 static bool is_taken(PyObject *leaf, PyObject *gradient)
@@ -56,8 +67,8 @@ static bool is_taken(PyObject *leaf, PyObject *gradient)
         !Py_IS_TYPE(gradient, plain) || !koila__requires_grad(leaf) ||
         koila__requires_grad(gradient) || has_hooks(leaf) || !is_empty(leaf))
         return false;
-    return koila__meta_of(leaf, &a) == 0 && koila__meta_of(gradient, &b) == 0 && a == b &&
-           koila_meta_is_dense(koila_meta_get(koila__table, a)) && is_alone(gradient);
+    return koila__meta_of(leaf, &a) == 0 && koila__meta_of(gradient, &b) == 0 &&
+           lies_as_leaf(a, b) && is_alone(gradient);
 }
 
 /* Are all leaves among these nodes, which nobody watches? */
