@@ -67,10 +67,13 @@ class _Exchanges:
             self._now = [m for m in self._now if m is not mine]
             self._ended.notify_all()
 
-    def own_parameters(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def own_parameters(self, module: torch.nn.Module) -> tuple[_Tables, dict[str, torch.Tensor]]:
+        """And the tables that have them, both while nobody exchanges them."""
         with _core.shield, self._ended:
             self._wait(module)
-            return dict(module.named_parameters())
+            tables = _Tables()
+            tables.see(module)
+            return tables, dict(module.named_parameters())
 
 
 _exchanges = _Exchanges()
@@ -88,15 +91,18 @@ def _autocast_now() -> tuple[tuple[str, torch.dtype], ...]:
 
 
 class _Graph:
-    """The autograd graph of one slice, from its forward to its backward."""
+    """The autograd graph of one slice, from its forward to its backward.
 
-    __slots__ = ("edges", "leaves")
+    n_bytes: held by it alone; None: not known."""
+
+    __slots__ = ("edges", "leaves", "n_bytes")
 
     def __init__(self, results: list[torch.Tensor], leaves: list[torch.Tensor]) -> None:
         edge = torch.autograd.graph.get_gradient_edge
         # Edges rather than results, whose memory lives as long as the plan says.
         self.edges = [edge(r) if r.requires_grad else None for r in results]
         self.leaves = leaves
+        self.n_bytes: int | None = None
 
     def gradients(
         self, given: list[int], grads: list[torch.Tensor], wanted: list[int]
@@ -124,7 +130,7 @@ class _Held:
         self._measured: dict[int, int] = {}  # rows: bytes, since a step was recorded last
 
     def saw(self, rows: int, n_bytes: int) -> None:
-        self._measured[max(rows, 1)] = max(n_bytes, 0)
+        self._measured[max(rows, 1)] = n_bytes
 
     def per_row(self) -> int:
         """Of the largest slices, since other ones are those that were left over. At least one byte,
@@ -136,6 +142,47 @@ class _Held:
             if abs(per_row - self._per_row) > self._per_row // 256:  # else the plan stays valid
                 self._per_row = per_row
         return max(self._per_row, 1)
+
+
+def _lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Of two tensors of one shape. Strides of dimensions of one entry mean nothing."""
+    return all(n == 1 or x == y for n, x, y in zip(a.shape, a.stride(), b.stride()))
+
+
+class _Laid:
+    """How the gradients of parameters lie in memory, where not as the parameters do: what a
+    compiler makes of a convolution's, for one. As they were in the largest slices, to be recorded
+    so in the next step: in another order each slice's would be copied."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._strides: dict[int, tuple[int, ...]] = {}  # by argument of the call
+
+    def saw(
+        self,
+        inputs: list[torch.Tensor],
+        parameters: list[torch.Tensor],
+        wanted: list[int],
+        gradients: list[torch.Tensor],
+    ) -> None:
+        """Dense gradients of those of the arguments that are `wanted`."""
+        n, rows = len(inputs), len(inputs[0])
+        if rows <= self._rows:
+            return
+        self._rows = rows
+        self._strides = {
+            at: g.stride()
+            for at, g in zip(wanted, gradients)
+            if at >= n and not _lie_alike(g, parameters[at - n])
+        }
+
+    def listed(self, wanted: list[int]) -> list[int]:
+        """For an operator: of each such gradient its place in `wanted` and its strides."""
+        found = []
+        for i, at in enumerate(wanted):
+            if at in self._strides:
+                found += [i, *self._strides[at]]
+        return found
 
 
 def _bytes_now(device: torch.device) -> int:
@@ -212,6 +259,26 @@ class _Alone:
             _exchanges.end(self._mine)
 
 
+class _Tables:
+    """The tables of parameters and parts that a module and its parts have: to see that they hold
+    what they did, and nothing more, for less than a walk takes. Who shards a module exchanges its
+    parameters."""
+
+    def __init__(self) -> None:
+        # Each with its keys and what is there, one after the other.
+        self._seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+
+    def see(self, module: torch.nn.Module) -> None:
+        self._seen = [
+            (table, tuple(itertools.chain.from_iterable(table.items())))
+            for m in module.modules()
+            for table in (m._modules, m._parameters)
+        ]
+
+    def are_as_seen(self) -> bool:
+        return bool(self._seen) and _core.are_as_seen(self._seen)
+
+
 class _Call:
     """A call of an opaque function without its tensors.
 
@@ -228,8 +295,8 @@ class _Call:
     device, autocast: the program's default device and autocast at the call, for the function runs
         later, where others may be set.
     held: what waits for the backward; shared: the results that share memory with that.
-    places: tables of the module and its parts, with what is there by which key; found: its
-        parameters as these tables have them.
+    laid: how gradients of the parameters lie.
+    tables: of the module; found: its parameters as these tables have them.
     """
 
     __slots__ = (
@@ -242,16 +309,17 @@ class _Call:
         "held",
         "key",
         "kinds",
+        "laid",
         "module",
         "names",
         "needed",
         "of_rows",
-        "places",
         "rebuild",
         "results",
         "shapes",
         "shards",
         "shared",
+        "tables",
         "used",
     )
 
@@ -271,7 +339,8 @@ class _Call:
         self.differentiated, self.kinds, self.used = differentiated, kinds, used
         self.held = _Held()
         self.shared: set[int] = set()
-        self.places: list[tuple[dict[str, Any], str, Any]] = []
+        self.laid = _Laid()
+        self.tables = _Tables()
         self.found: list[torch.Tensor | None] = []
         self.device = _device.CURRENT_DEVICE
         self.autocast = _autocast_now()
@@ -286,20 +355,10 @@ class _Call:
         return _Alone(self.module if self.names else None)
 
     def _parameters_now(self, module: torch.nn.Module) -> list[torch.Tensor | None]:
-        """Those called `names`. A walk of the modules is for the first slice: in others it is
-        looked whether the tables that it passed have changed."""
-        for table, key, there in self.places:
-            if table.get(key) is not there:
-                break
-        else:
-            if self.places:
-                return self.found
-        self.places = [
-            (table, key, there)
-            for m in module.modules()
-            for table in (m._modules, m._parameters)
-            for key, there in table.items()
-        ]
+        """Those called `names`. A walk of the modules is for the first slice."""
+        if self.tables.are_as_seen():
+            return self.found
+        self.tables.see(module)
         named = dict(module.named_parameters())
         self.found = [named.get(name) for name in self.names]
         return self.found
@@ -310,8 +369,11 @@ class _Call:
         anything else. A hook would see the gradient of each slice. Inside `alone`."""
         if self.module is None or not self.names:
             return None
+        found = self._parameters_now(self.module)
+        if _core.are_own(found, parameters, self.needed, torch.nn.Parameter):
+            return parameters
         own: list[torch.Tensor] = []
-        for p, t, needed in zip(self._parameters_now(self.module), parameters, self.needed):
+        for p, t, needed in zip(found, parameters, self.needed):
             if type(p) is not torch.nn.Parameter or p.requires_grad != needed or p._backward_hooks:
                 return None
             if p is not t and not (
@@ -496,7 +558,8 @@ def _forward_kept(
             out[i] = r.clone()
     n_bytes = sum({_storage(r): untyped_storage(r).nbytes() for r in out}.values())
     if not compilation.found():
-        call.held.saw(len(inputs[0]), _bytes_now(device) - before - n_bytes)
+        graph.n_bytes = max(_bytes_now(device) - before - n_bytes, 0)
+        call.held.saw(len(inputs[0]), graph.n_bytes)
     token._koila_graph = [graph]  # type: ignore[attr-defined]
     return [*out, token]
 
@@ -510,6 +573,7 @@ def _backward_of(
     given: list[int],
     wanted: list[int],
     kinds: list[int],
+    laid: list[int],
     key: int,
 ) -> list[torch.Tensor]:
     call = _calls[key]
@@ -518,6 +582,10 @@ def _backward_of(
     with _WithAutograd(), call.alone():
         if waiting:
             graph = waiting.pop()
+            if graph.n_bytes is None:
+                _core.note_compiled()
+            else:
+                _core.note_used_up(graph.n_bytes)
         else:
             results, leaves = _run_with_graph(call, inputs, parameters)
             graph = _Graph(results, leaves)
@@ -529,18 +597,30 @@ def _backward_of(
         found = graph.gradients(given, grads, wanted)
     compilation.found()
     del graph
-    all_given = [*inputs, *parameters]
-    met = set(map(id, [*grads, *all_given]))
-    out = []
+    if not _core.are_alone(found, _n_users):
+        _take_apart(found, grads, [*inputs, *parameters], wanted)
+    gradients: list[torch.Tensor] = found  # type: ignore[assignment]
+    call.laid.saw(inputs, parameters, wanted, gradients)
+    return gradients
+
+
+def _take_apart(
+    found: list[torch.Tensor | None],
+    grads: list[torch.Tensor],
+    given: list[torch.Tensor],
+    wanted: list[int],
+) -> None:
+    """Each of `found` gets memory of its own; zeros take the place of None. given: inputs and
+    parameters."""
+    met = set(map(id, [*grads, *given]))
     for i, at in enumerate(wanted):
         g, found[i] = found[i], None
         if g is None:
-            g = torch.zeros_like(all_given[at])
+            g = torch.zeros_like(given[at])
         elif id(g) in met or not _is_alone(g):
             g = g.clone()
         met.add(id(g))
-        out.append(g)
-    return out
+        found[i] = g
 
 
 def _sharded_gradients(
@@ -578,7 +658,7 @@ def _operators() -> list[OwnOperator]:
         ),
         OwnOperator(
             "opaque_backward(Tensor[] grads, Tensor[] inputs, Tensor[] parameters, Tensor[] kept, "
-            "int[] given, int[] wanted, int[] kinds, int id) -> Tensor[]",
+            "int[] given, int[] wanted, int[] kinds, int[] laid, int id) -> Tensor[]",
             _backward_of,
             _fake_backward,
         ),
@@ -593,10 +673,16 @@ def _fake_backward(
     given: list[int],
     wanted: list[int],
     kinds: list[int],
+    laid: list[int],
     id: int,
 ) -> list[torch.Tensor]:
     all_given = [*inputs, *parameters]
-    return [torch.empty_like(all_given[i]) for i in wanted]
+    out = [torch.empty_like(all_given[i]) for i in wanted]
+    rest = iter(laid)
+    for i in rest:
+        stride = list(itertools.islice(rest, out[i].dim()))
+        out[i] = out[i].new_empty_strided(out[i].shape, stride)
+    return out
 
 
 def _fake_forward(
@@ -657,7 +743,7 @@ def _shapes_of_rows(inputs: list[torch.Tensor], parameters: list[torch.Tensor], 
             results = call(real, zeros, instead)
             held = _bytes_now(real[0].device) - before
     shapes = [(tuple(r.shape), r.dtype) for r in results]
-    call.held.saw(rows, held - sum(r.numel() * r.element_size() for r in results))
+    call.held.saw(rows, max(held - sum(r.numel() * r.element_size() for r in results), 0))
     return shapes
 
 
@@ -719,6 +805,7 @@ class _Opaque(torch.autograd.Function):
             given,
             wanted,
             call.kinds,
+            call.laid.listed(wanted),
             call.key,
         )
         ctx.used = True
@@ -739,6 +826,8 @@ class Runner:
         arguments are rebuilt from tensors, and these. Returns `kinds` and `used` of a call; None:
         it must be recorded."""
         self._function, self._module, self._learn = function, module, learn
+        # The two belong together, and are set together: other threads read them.
+        self._own = (_Tables(), dict[str, torch.Tensor]())
         self._known: dict[Any, _Call | None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -751,13 +840,14 @@ class Runner:
         needed: dict[str, bool] = {}
         shards: list[torch.Tensor] = []
         parameters: list[torch.Tensor] = []
-        if self._module is not None and _sharded.is_sharded(self._module):
-            _core.ranks_ask(ranks_of)
-            shards, parameters = _sharded.shards(self._module)
-        elif self._module is not None:
-            named = _exchanges.own_parameters(self._module)
-            parameters = list(named.values())
-            needed = {name: p.requires_grad for name, p in named.items()}
+        if self._module is not None:
+            named = self._own_parameters(self._module)
+            if named is None:
+                _core.ranks_ask(ranks_of)
+                shards, parameters = _sharded.shards(self._module)
+            else:
+                parameters = list(named.values())
+                needed = {name: p.requires_grad for name, p in named.items()}
         constants = [None if isinstance(x, torch.Tensor) else x for x in leaves]
         call = self._call(constants, structure, at, tensors, needed, shards)
         if call is None:
@@ -774,6 +864,17 @@ class Runner:
             # The finalizer (any would do: id) keeps `call` alive until the step is gone.
             weakref.finalize(_core.tape_of(r) if _core.is_lazy(r) else r, id, call)
         return call.nested(results)
+
+    def _own_parameters(self, module: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+        """By their names. None: the module is sharded."""
+        tables, named = self._own
+        if tables.are_as_seen():
+            return named
+        if _sharded.is_sharded(module):
+            return None
+        own = _exchanges.own_parameters(module)
+        self._own = own
+        return own[1]
 
     def _call(
         self,

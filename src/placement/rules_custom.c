@@ -168,7 +168,8 @@ bool koila__rule_user(koila__case *c)
 
 /* koila::opaque(inputs, parameters, kinds, id) -> results
  * koila::opaque_kept(inputs, parameters, kinds, held, id) -> results, graph
- * koila::opaque_backward(grads, inputs, parameters, kept, given, wanted, kinds, id) -> gradients
+ * koila::opaque_backward(grads, inputs, parameters, kept, given, wanted, kinds, laid, id)
+ *     -> gradients
  *
  * A module or function that runs as it is. Rows are independent along dimension 0 of what is
  * batched, and parameters are whole.
@@ -180,6 +181,7 @@ bool koila__rule_user(koila__case *c)
  *   given   the results that have a gradient, in the order of `grads`
  *   wanted  the inputs and parameters, counted together, whose gradients are made: those of rows
  *           are rows, all others are sums
+ *   laid    strides of gradients that do not lie as their parameters do
  */
 enum { EITHER, ROWS, ALL };
 

@@ -105,6 +105,46 @@ def test_a_loop_that_has_no_backward_runs_the_forward_without_a_graph():
     assert model.calls.count("graph") == 6 and model.calls.count("none") > 0
 
 
+class Grows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale, self.more = mlp(), None, nn.Sequential()
+
+    def forward(self, x):
+        out = self.body(x)
+        return self.more(out if self.scale is None else out * self.scale)
+
+
+def test_a_module_that_gets_parameters_between_steps_gets_their_gradients():
+    model = Grows()
+    opaque = koila.opaque(model)
+    x, y = batch()
+    width = model(x).shape[1]
+
+    def freeze():
+        model.body.requires_grad_(False)
+
+    def scale():
+        model.scale = nn.Parameter(torch.rand(width, dtype=x.dtype, device=DEVICE))
+
+    def append():
+        model.more.append(nn.Linear(width, width, dtype=x.dtype, device=DEVICE))
+
+    def replace():
+        model.more[0] = nn.Linear(width, width, dtype=x.dtype, device=DEVICE)
+
+    def remove():
+        model.scale = None
+
+    for change in (list, scale, append, replace, freeze, remove):
+        change()
+        expected = gradients(model, lambda: F.mse_loss(model(x), y))
+        with koila.micro_batch(4):
+            for _ in range(2):
+                a, b = lazy(x, y)
+                assert_alike(gradients(model, lambda: F.mse_loss(opaque(a), b)), expected)
+
+
 def test_a_second_backward_through_a_retained_graph_runs_the_module_again():
     model = Counts(mlp())
     opaque = koila.opaque(model)
@@ -178,6 +218,64 @@ def test_what_a_backward_frees_while_it_makes_gradients_is_not_counted_beside_th
             model(lazy(x)).square().mean().backward()
     plan = koila.last_plan()
     assert abs(plan.predicted_peak_bytes / plan.measured_peak_bytes - 1) <= 0.02
+
+
+@pytest.mark.about_the_cpu("predicted bytes are compared with those of the CPU's allocator")
+def test_a_first_step_that_was_planned_with_a_wrong_guess_does_not_spoil_the_second():
+    """The guess is what two rows hold in evaluation mode, without the masks of dropout."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.GELU()) for _ in range(4)]
+    model = koila.opaque(nn.Sequential(*layers))
+    x = torch.randn(4000, 64)
+    for _ in range(2):
+        with koila.micro_batch(1000):
+            model(lazy(x)).square().mean().backward()
+    plan = koila.last_plan()
+    assert abs(plan.predicted_peak_bytes / plan.measured_peak_bytes - 1) <= 0.02
+
+
+class Product(torch.autograd.Function):
+    """x @ w, whose gradient of w lies in memory by columns where so told, as compilers make those
+    of convolutions."""
+
+    @staticmethod
+    def forward(ctx, x, w, by_columns):
+        ctx.save_for_backward(x, w)
+        ctx.by_columns = by_columns
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        stride = (1, len(w)) if ctx.by_columns else w.stride()
+        to = w.new_empty_strided(w.shape, stride)
+        return g @ w.t(), torch.add(x.t() @ g, 0, out=to), None
+
+
+def test_gradients_in_an_order_of_their_own_are_copied_once_a_step_not_once_a_slice():
+    class Model(nn.Module):
+        def __init__(self, by_columns):
+            super().__init__()
+            torch.manual_seed(0)
+            self.w, self.by_columns = nn.Parameter(torch.randn(32, 16).double()), by_columns
+
+        def forward(self, x):
+            return Product.apply(x, self.w, self.by_columns)
+
+    x, _ = batch()
+
+    def copies(model):
+        opaque = koila.opaque(model)
+        expected = gradients(model, lambda: model(x).square().sum())
+        for _ in range(2):  # learns the order
+            with torch.autograd.profiler.profile() as profile, koila.micro_batch(4):
+                found = gradients(model, lambda: opaque(lazy(x)).square().sum())
+            assert_alike(found, expected)
+            assert model.w.grad.stride() == model.w.stride()
+        assert koila.last_plan().n_micro_batches == 3
+        return sum(e.name == "aten::copy_" for e in profile.function_events)
+
+    assert copies(Model(by_columns=True)) <= copies(Model(by_columns=False)) + 1
 
 
 def test_a_result_that_the_graph_shares_is_not_overwritten():

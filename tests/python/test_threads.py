@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import DEVICE
 from helpers import run_python
-from koila import _core, lazy
+from koila import _core, _opaque, lazy
 from torch import nn
 
 B = 12
@@ -703,6 +703,40 @@ def test_asyncio_tasks_read_in_the_middle_as_each_does_alone():
 
 
 # ---- a module that several threads run at once
+
+
+def test_threads_that_meet_exchanged_parameters_wait_for_the_module_s_own():
+    model = own_model(1).eval()
+    opaque, x = koila.opaque(model), data(0)[0]
+    own = list(model.parameters())
+    expected = torch.autograd.grad(model(x).square().sum(), own)
+    is_exchanged, may_end = threading.Event(), threading.Event()
+
+    def exchange():
+        mine = _opaque._exchanges.begin(model)
+        table = next(m._parameters for m in model.modules() if m._parameters)
+        before = dict(table)
+        table.update({name: p.detach() for name, p in before.items()})
+        is_exchanged.set()
+        may_end.wait(60)
+        table.update(before)
+        _opaque._exchanges.end(mine)
+
+    def step():
+        return torch.autograd.grad(opaque(lazy(x)).square().sum(), own)
+
+    with ThreadPoolExecutor(3) as pool:
+        other = pool.submit(exchange)
+        assert is_exchanged.wait(60)
+        steps = [pool.submit(step)]
+        time.sleep(0.2)  # the first has looked, and waits
+        steps.append(pool.submit(step))
+        time.sleep(0.2)
+        may_end.set()
+        other.result()
+        for found in steps:
+            for f, e in zip(found.result(), expected, strict=True):
+                assert torch.allclose(f, e, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("rows", [None, 5])

@@ -272,8 +272,8 @@ TEST(rules__the_graph_of_a_module_stays_in_its_loop)
         const koila_value y =
             calls(&m, "koila::opaque_kept", 2, out, "TTlili", 1, x, 1, w, 1, kind, 100, 0, 1);
         const shape back[2] = { f32(7, 5), f32(4, 5) };
-        const koila_value g = calls(&m, "koila::opaque_backward", 2, back, "TTTTllli", 1, y, 1, x,
-                                    1, w, 1, y + 1, 1, 0, 2, 0, 1, 1, kind, 1);
+        const koila_value g = calls(&m, "koila::opaque_backward", 2, back, "TTTTlllli", 1, y, 1, x,
+                                    1, w, 1, y + 1, 1, 0, 2, 0, 1, 1, kind, 0, 1);
         place(&m, call(&m, "aten::cat", f32(1), "T", 2, g, g + 1));
         CHECK_EQ(m.status, KOILA_OK);
         CHECK_EQ(n_gathered(&m), kind == WHOLE ? 2 : 1); /* the module, the cat at the end */

@@ -72,10 +72,18 @@ static int run_shared(exec *x, const koila_instr *in, bool in_loop)
 static _Thread_local struct {
     bool no_graph;     /* nothing reads its graph */
     bool was_compiled; /* meanwhile: this call's memory is not the next one's */
+    bool tells;        /* `used_up` is known */
+    uint64_t used_up;
 } module_run;
 
 bool koila__wants_graph(void) { return !module_run.no_graph; }
 void koila__note_compiled(void) { module_run.was_compiled = true; }
+
+void koila__note_used_up(uint64_t bytes)
+{
+    module_run.tells = true;
+    module_run.used_up = bytes;
+}
 
 static bool is_backward_of_module(const exec *x, const koila_instr *in)
 {
@@ -84,13 +92,15 @@ static bool is_backward_of_module(const exec *x, const koila_instr *in)
 }
 
 /* Bytes of the graph that the backward of a module which runs as it is uses up. They are the plan's
- * until it is over. */
+ * until it is over; in a first step, the plan has but a guess. */
 static uint64_t used_up_by(const exec *x, const koila_instr *in, bool in_loop)
 {
     enum { KEPT = 3 }; /* position of the list that ends with the graph */
     const koila_sig_info *s = koila_sig_get(x->table, koila_node_get(x->g, in->id).sig);
     if (!is_backward_of_module(x, in) || s->n_pos <= KEPT)
         return 0;
+    if (module_run.tells)
+        return module_run.used_up;
     uint32_t n = 0; /* tensors before the list's end */
     const koila_arg *list = &s->tokens[s->start[KEPT]];
     for (const koila_arg *a = s->tokens; a <= list + list->n; a++)
@@ -235,6 +245,7 @@ static int run_one(exec *x, const koila_instr *in, bool in_loop)
     int status;
     module_run.no_graph = in->flags & KOILA_INSTR_NO_GRAPH;
     module_run.was_compiled = false;
+    module_run.tells = false;
     const bool is_shared = koila__ranks_share(x->ranks, x->g, in->id);
     const gpu_call call = call_on_gpu(x, in);
     if (x->measure)

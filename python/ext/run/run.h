@@ -400,6 +400,9 @@ int koila__exec_plan(koila__tape *t, const koila__part *p, const cached *c, PyOb
 bool koila__wants_graph(void);
 /* That module is being compiled: what the call uses inside is not learned. */
 void koila__note_compiled(void);
+/* So many bytes waited for the backward that it runs: not those that the plan counted with. */
+void koila__note_used_up(uint64_t bytes);
+int koila__as_it_is_add(PyObject *m); /* as_it_is.c */
 
 /* ---- body.c: loops whose slices run as one compiled function */
 int koila__body_module_add(PyObject *m);

@@ -531,21 +531,6 @@ static PyObject *py_swap_open(PyObject *self, PyObject *tape)
     return before;
 }
 
-static PyObject *py_wants_graph(PyObject *self, PyObject *ignored)
-{
-    (void)self;
-    (void)ignored;
-    return PyBool_FromLong(koila__wants_graph());
-}
-
-static PyObject *py_note_compiled(PyObject *self, PyObject *ignored)
-{
-    (void)self;
-    (void)ignored;
-    koila__note_compiled();
-    Py_RETURN_NONE;
-}
-
 static PyObject *py_explain(PyObject *self, PyObject *list)
 {
     koila_value *values = NULL;
@@ -806,10 +791,6 @@ static PyMethodDef methods[] = {
       "take_all(list of lazies) -> their plain tensors, released by the tape; empties the list." },
     { "swap_open", py_swap_open, METH_O,
       "swap_open(tape | None) -> the tape that was open before." },
-    { "wants_graph", py_wants_graph, METH_NOARGS,
-      "wants_graph(): does the plan read the graph of the module that this thread runs now?" },
-    { "note_compiled", py_note_compiled, METH_NOARGS,
-      "note_compiled(): the module that this thread runs now was compiled meanwhile." },
     { "cut_of", py_cut_of, METH_O,
       "cut_of(lazy) -> (kind, dim, made, here): along which dimension is it sliced?" },
     { "gather", py_gather, METH_VARARGS,
@@ -868,5 +849,7 @@ int koila__run_module_add(PyObject *m)
         .forget = forget_signatures,
     };
     koila__executor = &executor;
-    return PyModule_AddFunctions(m, methods) < 0 ? -1 : koila__body_module_add(m);
+    if (PyModule_AddFunctions(m, methods) < 0 || koila__body_module_add(m) < 0)
+        return -1;
+    return koila__as_it_is_add(m);
 }
