@@ -172,6 +172,8 @@ class Plan:
             or one row if `n_micro_batches` is not 1. `None`: rows were cut, or nothing.
         predicted_peak_bytes, measured_peak_bytes: all bytes that torch holds at the peak; measured
             is `None` where they were not counted; on a GPU, where an earlier peak was higher.
+        predicted_uncompiled: loops ran compiled for the first time (`koila.compile()`). What they
+            take is measured then; the prediction is of the same loops uncompiled.
         plain_peak_bytes: the predicted peak of the same step with all rows at once, as plain
             PyTorch runs it; `None`: not known; of `koila.plan(device=)`: `prediction` has it.
         base_bytes: bytes held before the step (model, data, optimizer); of `koila.plan()`: bytes
@@ -220,6 +222,7 @@ class Plan:
     n_fewest: int
     predicted_peak_bytes: int
     measured_peak_bytes: int | None
+    predicted_uncompiled: bool
     base_bytes: int
     budget_bytes: int | None
     retries: int
@@ -260,8 +263,9 @@ class Plan:
 
     def _peaks(self) -> list[tuple[str, str]]:
         did_not_run = "not run" if self._values is not None or self.asked_by == "plan" else None
+        uncompiled = ", of the loops uncompiled" * self.predicted_uncompiled
         table = [
-            ("predicted peak", readable(self.predicted_peak_bytes)),
+            ("predicted peak", readable(self.predicted_peak_bytes) + uncompiled),
             ("measured peak", _size(self.measured_peak_bytes, did_not_run or "not measured")),
         ]
         if self.plain_peak_bytes is not None:

@@ -596,6 +596,23 @@ def test_what_a_body_needs_is_measured_and_not_taken_where_it_does_not_fit(inste
             assert koila.last_plan().measured_peak_bytes - koila.last_plan().base_bytes < 8 << 20
 
 
+def test_a_plan_tells_that_it_foretold_a_first_compiled_run_as_an_uncompiled_one(instead):
+    instead.run = lambda graph, given: graph(*given) if len(torch.zeros(1 << 20)) else []
+    model = mlp()
+    plans = []
+    with koila.on_step(lambda step: plans.append(step.plan)):
+        until_compiled(model, mean, batch())
+        compiled_step(model, mean, batch())
+    *walked, first, second = plans
+    assert not any(p.predicted_uncompiled or p.loops[-1].compiled for p in walked)
+    assert first.loops[-1].compiled and first.predicted_uncompiled
+    assert first.predicted_peak_bytes == walked[-1].predicted_peak_bytes
+    assert "of the loops uncompiled" in str(first)
+    assert second.loops[-1].compiled and not second.predicted_uncompiled
+    assert second.predicted_peak_bytes == second.measured_peak_bytes
+    assert "of the loops uncompiled" not in str(second)
+
+
 def test_compile_refuses_what_it_does_not_know():
     with pytest.raises(ValueError, match='expected "on", "auto" or "off", got True'):
         koila.compile(True)

@@ -240,6 +240,14 @@ uint64_t koila__bodies_peak(const cached *c)
     return most;
 }
 
+bool koila__bodies_have_run(const cached *c)
+{
+    for (uint32_t k = 0; k < c->info.n_stages; k++)
+        if (is_used(&c->bodies->at[k]) && !c->bodies->at[k].peak_bytes)
+            return false;
+    return true;
+}
+
 void koila__body_saw(const cached *c, uint32_t stage, uint64_t peak_bytes)
 {
     koila__body *b = &c->bodies->at[stage];

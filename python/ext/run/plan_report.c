@@ -384,6 +384,7 @@ PyObject *koila__step_facts(const koila__step *step)
         step->predicted_peak_bytes ? step->predicted_peak_bytes : info.peak_bytes;
     bad |= set_item(d, "n_fewest", PyLong_FromUnsignedLong(is_cut ? n_fewest : 1));
     bad |= set_item(d, "predicted_peak_bytes", bytes_or_none(true, predicted + base));
+    bad |= set_item(d, "predicted_uncompiled", PyBool_FromLong(step->predicted_uncompiled));
     bad |= set_item(d, "measured_peak_bytes",
                     bytes_or_none(step->measured, step->measured_peak_bytes));
     bad |= set_item(d, "budget_bytes",

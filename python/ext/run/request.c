@@ -559,6 +559,7 @@ static next execute(request *q)
     koila__interrupted = false;
     const bool uses_bodies = koila__bodies_fit(q->c, &q->room);
     q->step.predicted_peak_bytes = uses_bodies ? koila__bodies_peak(q->c) : 0;
+    q->step.predicted_uncompiled = uses_bodies && !koila__bodies_have_run(q->c);
     const int status = exec_guarded(q, base, uses_bodies, &told);
     q->step.seconds += koila__seconds_now() - started;
     q->step.retries += told.retries;

@@ -414,6 +414,8 @@ bool koila__bodies_ran(cached *c, bool is_sharded);
 bool koila__bodies_fit(const cached *c, const koila__room *room);
 /* The peak that c's run with its bodies is expected to have, as koila_plan_info.peak_bytes. */
 uint64_t koila__bodies_peak(const cached *c);
+/* Has each of them run? What one takes that has not is not known: it counts as uncompiled. */
+bool koila__bodies_have_run(const cached *c);
 void koila__body_saw(const cached *c, uint32_t stage, uint64_t peak_bytes); /* measured */
 /* A full slice took this thread so long, with its body or without. */
 void koila__body_took(const cached *c, uint32_t stage, bool is_compiled, double seconds);
@@ -464,6 +466,7 @@ typedef struct koila__step {
     bool measured;
     uint64_t measured_peak_bytes;
     uint64_t predicted_peak_bytes; /* beyond base_bytes; 0: the plan's */
+    bool predicted_uncompiled;     /* with loops that ran compiled for the first time */
     uint64_t compiled;             /* bit k: stage k ran compiled */
     uint64_t n_run;                /* operators run, over all slices */
     uint32_t retries;              /* times that one slice or all slices were made smaller */
