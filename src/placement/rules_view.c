@@ -353,6 +353,8 @@ bool koila__rule_unbind(koila__case *c)
     return koila__out_all(c, koila__moved(c->in[0], c->in[0].dim - (c->in[0].dim > d)));
 }
 
+/* Does cat take nothing of it? A tensor of shape [0] is skipped, whatever the others'
+ * dimensions (an empty key-value cache). */
 static bool is_skipped(const koila_meta_info *m, uint32_t n_dims)
 {
     return m->n_dims == 1 && m->size[0] == 0 && n_dims != 1;
@@ -369,8 +371,7 @@ static bool cat_blocks(koila__case *c, uint32_t i, koila_placement p, int64_t *b
 }
 
 /* cat(tensors, dim). Along the batch, equal rows of each: [a; b] is S(dim, outer_a + outer_b,
- * inner). Tensors of shape [0] are skipped, whatever the others' dimensions (an empty key-value
- * cache). */
+ * inner). What has no rows is whole. */
 bool koila__rule_cat(koila__case *c)
 {
     uint32_t first, n, d;
@@ -393,6 +394,10 @@ bool koila__rule_cat(koila__case *c)
         }
         if (c->in_meta[i]->n_dims != n_dims)
             return false;
+        if (p.dim == d && !c->in_meta[i]->size[d]) {
+            koila__need_r(c, i);
+            continue;
+        }
         if (p.dim != d ? !koila__need(c, i, p) : !cat_blocks(c, i, p, &blocks))
             return false;
         outer += blocks;

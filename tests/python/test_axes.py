@@ -54,6 +54,45 @@ def test_a_step_cut_row_by_row_and_along_another_dimension_is_eager_s(name, samp
     assert n == len(sizes)
 
 
+def no_tokens(x):
+    return x.new_zeros(len(x), 0, x.shape[-1])
+
+
+# A cache of keys and values that is empty yet, and the like, for x[samples, 24, 8].
+EMPTIES = {
+    "none before": lambda x: torch.cat([no_tokens(x), x], 1),
+    "none behind": lambda x: torch.cat([x, torch.zeros(len(x), 0, 8, dtype=x.dtype)], 1),
+    "cut to none": lambda x: torch.cat([x[:, :0], x, x[:, 24:], x[:, :0]], 1),
+    "none at all": lambda x: torch.cat([torch.tensor([], dtype=x.dtype), x], -2),
+    "no channels": lambda x: torch.cat([x[..., :0], x], -1),
+    "no samples": lambda x: torch.cat([x[:0], x], 0),
+    "keys": lambda x: (x @ torch.cat([no_tokens(x), x], 1).mT).softmax(-1) @ x,
+    "attention": lambda x: F.scaled_dot_product_attention(x, *[torch.cat([x[:, :0], x], 1)] * 2),
+    "split": lambda x: torch.cat(x.split([0, 24], 1)[::-1], 1),
+    "parts": lambda x: torch.cat(torch.tensor_split(x, [0, 5, 5, 24], 1), 1),
+    "product": lambda x: x[:, :0].mT @ x[:, :0] + x.sum(1, keepdim=True).mT,
+    "sum": lambda x: x[:, :0].sum(1, keepdim=True) + x,
+    "nothing chosen": lambda x: x[:, torch.tensor([], dtype=torch.long)].sum() + x,
+    "nothing masked": lambda x: x[x.detach().abs() > 1e9].sum() + x,
+}
+
+
+@pytest.mark.about_the_cpu("its empty tensors are the CPU's")
+@pytest.mark.parametrize("axes", ["other", "both"])
+@pytest.mark.parametrize("name", EMPTIES)
+def test_what_has_no_entries_takes_part(name, axes):
+    def loss(model, ids):
+        return EMPTIES[name](model(ids)).cos().square().sum()
+
+    program = step_program(
+        lambda: nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8)).double(),
+        lambda: (torch.randint(0, 9, (3, 24)),),
+        loss,
+    )
+    expected, state = eager(program)
+    compare_along_other(program, expected, state, 1e-12, sizes=(7, 24, 1), axes=axes)
+
+
 @pytest.mark.parametrize(("samples", "axes"), [(1, "other"), (2, "other"), (3, "both")])
 def test_dropout_draws_the_numbers_of_eager(samples, axes):
     program = step_program(lambda: gpt2(dropout=0.3), lambda: MODELS["gpt2"][1](samples), lm_loss)

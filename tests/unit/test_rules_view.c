@@ -114,3 +114,17 @@ TEST(view__halves_of_a_concatenation_are_slices_again)
     CHECK_AT(&m, odd, R_);
     maker_deinit(&m);
 }
+
+TEST(view__a_concatenation_with_what_has_no_rows_is_cut_as_without)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value x = batch(&m, 0, f32(7, 5));
+    const koila_value none = real(&m, f32(0, 5));
+    const koila_value z = call(&m, "aten::cat", f32(7, 5), "T", 3, none, x, none);
+    place(&m, z);
+    CHECK_AT(&m, z, S(0, 1, 1));
+    CHECK_EQ(m.placed->need[0].kind, KOILA_R);
+    CHECK_EQ(n_gathered(&m), 0);
+    maker_deinit(&m);
+}
