@@ -1,10 +1,11 @@
-"""What cuDNN asks for inside a convolution: no formula tells, so koila learns it as steps run. The
-simulated device asks for the columns of a convolution as a matrix product."""
+"""What operators ask for inside, such as cuDNN in a convolution: no formula tells, so koila learns
+it as steps run. The simulated device asks for the columns of a convolution as a matrix product."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import koila
 from koila import lazy
@@ -124,3 +125,41 @@ def test_a_convolution_that_finds_no_room_is_cut():
     torch.cuda.set_per_process_memory_fraction(1.0)
     windows = x.unfold(2, 58, 1).unfold(3, 58, 1).sum((0, 4, 5))
     assert torch.allclose(weight.grad[0], windows, rtol=0, atol=1e-9)
+
+
+def gpt2(tokens):
+    config = GPT2Config(n_layer=2, n_head=4, n_embd=64, vocab_size=50, n_positions=tokens)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    return GPT2LMHeadModel(config).to("cuda")
+
+
+def test_a_step_that_was_cut_along_tokens_is_cut_alike_when_it_is_known():
+    """Each slice of a causal attention reads more keys than the one before, so slices of some
+    tokens less use more. Later steps had no plan for that, or many more slices."""
+    for tokens, share in (512, 0.3), (512, 0.25), (1024, 0.25):
+        koila._core.forget()
+        check_later_steps(tokens, share)
+
+
+def check_later_steps(tokens, share):
+    """share: of the memory that plain PyTorch needs for the step."""
+    torch.manual_seed(0)
+    net = gpt2(tokens)
+    ids, labels = torch.randint(50, (2, 1, tokens), device="cuda").unbind()
+
+    def train(wrap, budget=None):
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with koila.budget(budget and held + budget):
+            given, wanted = wrap(ids, labels)
+            F.cross_entropy(net(given).logits.flatten(0, 1), wanted.flatten()).backward()
+        return gradients(net), torch.cuda.max_memory_allocated() - held
+
+    train(lambda *v: v)
+    expected, plain = train(lambda *v: v)
+    n_slices = []
+    for _ in range(4):
+        found, _ = train(lazy, int(share * plain))
+        n_slices.append(koila.last_plan().axis.n_slices)
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(found, expected))
+    assert max(n_slices) <= 1.5 * n_slices[0], (tokens, share, n_slices)

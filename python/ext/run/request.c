@@ -229,6 +229,8 @@ static next without_plan(request *q, koila_status status, const koila_error *err
         return RETRY; /* once: now less is known of what operators use inside */
     if (ran_out && q->axes == KOILA_AXES_ROWS && !q->rows && !q->recomputes && q->ranks == Py_None)
         return retry_at_last(q);
+    if (ran_out && !koila__is_planning() && koila__learned_bounds_misfit())
+        return RETRY;
     if (!ran_out || q->room.gpu >= 0 || koila__held_fits("one step") == 0) {
         char resident[120], call[140];
         koila__room_tell(&q->room, resident, sizeof resident);

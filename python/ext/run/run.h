@@ -312,6 +312,9 @@ void koila__learned_run(void);
 /* No plan fits the step of this key. True: some of what was learned is doubted now, so that one
  * may. */
 bool koila__learned_misfit(uint64_t key);
+/* No plan fits, whatever is done for it. True: some of what was learned was a bound alone, and is
+ * left out now, so that one may. */
+bool koila__learned_bounds_misfit(void);
 /* Changes whenever an earlier plan would come out differently now. */
 uint64_t koila__learned_generation(void);
 void koila__unlearn(void);

@@ -3,7 +3,12 @@
  *
  * For each signature a few row counts and their bytes are kept. A workspace has a fixed part (a
  * weight in another layout) and a part that grows with the rows, so it is interpolated linearly in
- * between. WHOLE: outside a loop, or all rows in one slice.
+ * between, and beyond them. WHOLE: outside a loop, or all rows in one slice.
+ *
+ * Slices of about as many rows do not always use as much: each slice of a causal attention reads
+ * more keys than the one before. Of 8,192 tokens the slices are 2,731, 2,731 and 2,730, of which
+ * the last uses the most. That says nothing of a row: beyond them, near row counts are one place on
+ * the line, with the most bytes of them.
  *
  * One call may be cut along its rows in one step, and along tokens in the next. One row of two is
  * half of it, one token of 192 next to nothing, so each batch size has entries of its own, the last
@@ -17,6 +22,9 @@
  *   plans avoid those rows          was seen once only is doubted, that is, left out; measured
  *                                   alike once more, it is kept for good
  *   no plan fits any more           so many times for one step: all that was seen once is doubted
+ *   no plan fits any more, and      at once: bounds are left out, and of these signatures no more
+ *   some numbers are bounds alone   are taken. A step that ran must not end by what it may have
+ *                                   used
  *
  * The backward of a module that runs as it is frees what waited for it while it makes gradients, so
  * that less is there than both. How much less is known for the measured row counts alone, and is
@@ -35,6 +43,7 @@ enum {
     NOISE_BYTES = 4096, /* smaller changes, or less than one part in NOISE_SHARE, are ignored */
     NOISE_SHARE = 50,
     HEALS_AFTER = 8,
+    NEAR_SHARE = 8, /* row counts are near that differ by less than that part of the one */
 };
 #define WHOLE INT64_MAX
 
@@ -54,6 +63,7 @@ typedef struct workspace {
     seen doubted;    /* the last one that was left out; rows 0: none */
     int64_t batch;   /* 0: not known */
     uint32_t n;
+    bool takes_no_bounds;   /* no plan fitted with them */
     uint32_t run;           /* number of runs in which it was measured */
     uint64_t when;          /* the last of them, on `learned.clock` */
     struct workspace *next; /* the same signature at another batch size; this one owns it */
@@ -174,31 +184,55 @@ static double rows_of(const workspace *w, uint32_t i)
     return w->at[i].rows == WHOLE ? (double)w->batch : (double)w->at[i].rows;
 }
 
+typedef struct point {
+    double rows;
+    double bytes;
+} point;
+
+static point point_of(const workspace *w, uint32_t i)
+{
+    return (point){ .rows = rows_of(w, i), .bytes = (double)w->at[i].bytes };
+}
+
+static double line_at(point a, point b, double x)
+{
+    return a.bytes + (b.bytes - a.bytes) * (x - a.rows) / (b.rows - a.rows);
+}
+
+/* Bytes at x rows, which are fewer or more than all of the first n entries have: on the line
+ * through the nearest entry and the next one that is not near it. Fewer rows take no more than the
+ * fewest that were measured, and more no less than the most. Never less than the measured bytes
+ * imply. */
+static uint64_t beyond(const workspace *w, uint32_t n, double x)
+{
+    const bool is_below = x < rows_of(w, 0);
+    point end = point_of(w, is_below ? 0 : n - 1);
+    uint32_t n_near = 0;
+    point next = end;
+    while (n_near < n) {
+        next = point_of(w, is_below ? n_near : n - 1 - n_near);
+        if (fabs(next.rows - end.rows) * NEAR_SHARE >= end.rows)
+            break;
+        end.bytes = fmax(end.bytes, next.bytes);
+        n_near++;
+    }
+    const double share = end.bytes * x / end.rows;
+    if (n_near == n)
+        return (uint64_t)share;
+    const double y = line_at(end, next, x);
+    return (uint64_t)(is_below ? fmin(fmax(y, share), end.bytes) : fmax(y, end.bytes));
+}
+
 /* Bytes at x rows, on the line through the two nearest of the first n entries, of which `above` is
- * the first with more rows. Never less than the measured bytes imply. */
+ * the first with more rows. */
 static uint64_t on_a_line(const workspace *w, uint32_t n, uint32_t above, double x)
 {
-    const double smallest = (double)w->at[0].bytes * x / rows_of(w, 0);
-    if (n == 1)
-        return (uint64_t)smallest;
-    uint32_t k = above ? above - 1 : 0;
-    double least = 0;
-    if (above == 0)
-        least = smallest;
-    else if (above >= n) {
-        k = n - 2;
-        least = (double)w->at[n - 1].bytes;
-    }
-    const double a = rows_of(w, k);
-    const double b = rows_of(w, k + 1);
-    koila_assert(k + 1 < n);
-    /* WHOLE means today's batch, which is smaller than the one at which entry k was measured */
-    if (b <= a)
-        return w->at[n - 1].bytes;
-    const double bytes_a = (double)w->at[k].bytes;
-    const double bytes_b = (double)w->at[k + 1].bytes;
-    const double y = bytes_a + (bytes_b - bytes_a) * (x - a) / (b - a);
-    return (uint64_t)(y > least ? y : least);
+    if (!above || above >= n)
+        return beyond(w, n, x);
+    const point a = point_of(w, above - 1);
+    const point b = point_of(w, above);
+    /* WHOLE means today's batch, which is smaller than the one at which entry a was measured */
+    return b.rows <= a.rows ? w->at[n - 1].bytes : (uint64_t)line_at(a, b, x);
 }
 
 /* Bytes at that many rows of that batch size; w->n > 0. */
@@ -269,11 +303,13 @@ static bool is_more(uint64_t a, uint64_t b) { return a > b + b / NOISE_SHARE + N
 static bool is_alike(uint64_t a, uint64_t b) { return !is_more(a, b) && !is_more(b, a); }
 
 /* One more sample of entry e, in a run that e has not seen (is_next) or has. What was measured
- * stands before any bound. */
+ * stands before any bound, and of bounds the least. */
 static void see_again(seen *e, uint64_t bytes, bool is_bound, bool is_next)
 {
-    if (is_bound && !e->is_bound && bytes > e->bytes)
+    if (is_bound && e->is_bound && bytes < e->bytes) {
+        e->bytes = bytes;
         return;
+    }
     if (!is_bound && e->is_bound) {
         *e = (seen){ .rows = e->rows, .bytes = bytes, .is_sure = is_alike(bytes, e->bytes) };
         return;
@@ -295,13 +331,18 @@ static void see_again(seen *e, uint64_t bytes, bool is_bound, bool is_next)
         e->lately = bytes;
 }
 
+static void leave_out(workspace *w, uint32_t i)
+{
+    w->n--;
+    memmove(&w->at[i], &w->at[i + 1], (w->n - i) * sizeof *w->at);
+    learned.generation++;
+}
+
 /* Entry i is left out, until it is measured again. */
 static void doubt(workspace *w, uint32_t i)
 {
     w->doubted = w->at[i];
-    w->n--;
-    memmove(&w->at[i], &w->at[i + 1], (w->n - i) * sizeof *w->at);
-    learned.generation++;
+    leave_out(w, i);
 }
 
 /* Makes room at i for an entry of `rows`. */
@@ -388,6 +429,10 @@ void koila__learn(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes, ko
     workspace *w = entries_of(&learned.at[sig], batch);
     count_run(w);
     const uint64_t counted_with = koila__workspace_of(NULL, sig, rows, batch);
+    const bool is_known = workspace_at(sig) != NULL;
+    /* what used more than is counted with would have raised the peak, and been measured */
+    if (how == KOILA__MEASURED_BOUND && (w->takes_no_bounds || (is_known && bytes > counted_with)))
+        return;
     if (batch)
         w->batch = batch;
     const seen *now = add_entry(w, rows_or_whole(rows, batch), bytes, how);
@@ -431,6 +476,19 @@ bool koila__learned_misfit(uint64_t key)
             for (uint32_t i = w->n; i-- > 0;)
                 if (!w->at[i].is_sure)
                     doubt(w, i);
+    return learned.generation != before;
+}
+
+bool koila__learned_bounds_misfit(void)
+{
+    const uint64_t before = learned.generation;
+    for (uint32_t s = 0; s < learned.n; s++)
+        for (workspace *w = &learned.at[s]; w; w = w->next)
+            for (uint32_t i = w->n; i-- > 0;)
+                if (w->at[i].is_bound) {
+                    w->takes_no_bounds = true;
+                    leave_out(w, i);
+                }
     return learned.generation != before;
 }
 
