@@ -74,12 +74,13 @@ class Way:
         self.name, self.kw = name, kw
         self.checkpointed = kw.pop("checkpointed", False)
         self.tokens = kw.pop("tokens", None)
+        self.host_memory = kw.pop("host_memory", "auto")
         self.seconds, self.peak, self.plan, self.apart = float("inf"), 0, None, 0.0
 
     def turn(self, model, ids, labels, expected):
         if self.checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        with koila.micro_batch(self.tokens):
+        with koila.micro_batch(self.tokens), koila.host_memory(self.host_memory):
             seconds, self.peak = once(model, ids, labels, **self.kw)
         model.gradient_checkpointing_disable()
         self.seconds = min(self.seconds, seconds)
@@ -101,7 +102,11 @@ def compare(size, repeat):
         Way(f"{n} tokens a slice", wrap=lambda *v: lazy(*v, batch=1), tokens=n)
         for n in (size.tokens // parts for parts in PARTS)
     ]
-    ways += [Way(f"budget of {s:.2f}", wrap=lazy, budget=int(s * peak)) for s in SHARES]
+    uses = ("auto",) if size is SIZES["cpu"] else ("auto", "off")
+    ways += [
+        Way(f"budget of {s:.2f}, host {use}", wrap=lazy, budget=int(s * peak), host_memory=use)
+        for s, use in itertools.product(SHARES, uses)
+    ]
     for _, way in itertools.product(range(repeat + 1), ways):
         way.turn(model, ids, labels, expected)
     plain = ways[0]
@@ -118,7 +123,8 @@ def compare(size, repeat):
             predicted = p.predicted_peak_bytes / p.measured_peak_bytes
             print(
                 f", predicted : measured {predicted:.3f}, work {p.replay_ratio:.2f}, "
-                f"{p.n_recomputed} again, axis {p.axis and p.axis.slice_size}",
+                f"{p.n_recomputed} again, {p.n_offloaded} in host memory, "
+                f"axis {p.axis and p.axis.slice_size}",
                 end="",
             )
         print()

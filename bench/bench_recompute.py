@@ -5,11 +5,13 @@ dropped and computed again, against checkpointing by hand, as ratios.
 
 By hand: torch.utils.checkpoint around groups of blocks, with the group size that needs the least
 memory. Processor time (on a GPU: of the clock), the best of all turns; on a GPU the net is four
-times as wide and its image twice as large. Peaks are the bytes of torch's allocator above model
-and data. Activations are what is above the gradients.
+times as wide and its image twice as large, and each share is tried without host memory too. Peaks
+are the bytes of torch's allocator above model and data. Activations are what is above the
+gradients.
 """
 
 import argparse
+import itertools
 
 import meter
 import torch
@@ -75,6 +77,10 @@ def measure(model, x, y, repeat, wrap=lambda *v: v, budget=None):
     return min(seconds), meter.peak() - base
 
 
+def in_host_memory(plan):
+    return f"{plan.n_offloaded} values, {plan.offloaded_bytes / MIB:.0f} MiB, in host memory"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=3)
@@ -104,10 +110,12 @@ def main():
         f"{seconds / plain:.2f} x plain's time"
     )
     model.group = 0
-    for share in SHARES:
+    uses = ("auto",) if options.device == "cpu" else ("auto", "off")
+    for share, use in itertools.product(SHARES, uses):
         budget = gradients + int(share * activations)
         try:
-            seconds, used = measure(model, x, y, options.repeat, lazy, budget)
+            with koila.host_memory(use):
+                seconds, used = measure(model, x, y, options.repeat, lazy, budget)
         except koila.OutOfMemory as e:
             print(f"koila at {share:.2f}: {e}")
             continue
@@ -115,7 +123,7 @@ def main():
         print(
             f"koila at {share:.2f}: {(used - gradients) / activations:.2f}, "
             f"{seconds / plain:.2f} x plain's time, work {plan.replay_ratio:.2f}, "
-            f"{plan.n_recomputed} operators computed again, "
+            f"{plan.n_recomputed} operators computed again, {in_host_memory(plan)}, "
             f"apart {difference(model, expected):.0e}"
         )
 
