@@ -28,7 +28,7 @@ CUDA_SUITES ?= $(addprefix tests/python/test_,exactness_losses.py exactness_mode
 	$(addprefix tests/python/test_,capture_lifetime.py tokens.py recompute.py axes.py spatial.py factories.py wild.py opinfo.py reads.py ranges.py plans.py samples.py left_steps.py threads.py modes.py back_doors.py control_flow.py packed.py depth.py aside.py direct_calls.py known_backwards.py) \
 	$(addprefix tests/python/memlab/test_,lines.py timeline.py) tests/oracle/test_programs.py
 # those that only a GPU can run
-CUDA_OWN    ?= tests/python/test_gpu.py $(addprefix tests/python/test_cuda_,$(addsuffix .py,attention calls gathers workspaces planning survival replay host_memory))
+CUDA_OWN    ?= tests/python/test_gpu.py $(addprefix tests/python/test_cuda_,$(addsuffix .py,attention calls compile gathers workspaces planning survival replay host_memory))
 # alone in its process, for it counts all that the allocator holds
 CUDA_ALONE  ?= tests/python/test_cuda_inside.py
 # with a GPU in sight, but tensors where the tests put them

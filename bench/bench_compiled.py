@@ -181,7 +181,7 @@ def compare_loops(name, n_rounds):
     """koila.compile() of the model, against the compiled model by hand."""
     model, compiled, x, y, rows = prepared(name)
     times, peaks = {by_hand: [], with_loops: []}, {}
-    for _ in range(3):
+    for _ in range(4):
         measured(by_hand, compiled, x, y, rows)
         measured(with_loops, model, x, y, rows)
         _compile.wait()

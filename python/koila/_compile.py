@@ -138,25 +138,29 @@ def _traced(body: object) -> _Traced:
         return trace(*inputs), inputs
 
 
-def _draw(node: int, size: list[int], stride: list[int], dtype: torch.dtype) -> torch.Tensor:
+def _draw(
+    node: int, size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     return _core.body_draw(node)
 
 
-def _fake_draw(node: int, size: list[int], stride: list[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype)
+def _fake_draw(
+    node: int, size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-@own_operators("CompositeExplicitAutograd")  # no tensor tells the device: all of them
+@own_operators("CompositeExplicitAutograd")  # it takes no tensor: one kernel for all devices
 def _operators() -> list[OwnOperator]:
     """koila::drawn: what call `node` of the plan draws for the slice whose body runs."""
-    schema = "drawn(int node, int[] size, int[] stride, ScalarType dtype) -> Tensor"
+    schema = "drawn(int node, int[] size, int[] stride, ScalarType dtype, Device device) -> Tensor"
     return [OwnOperator(schema, _draw, _fake_draw)]
 
 
 def drawn_like(node: int, like: torch.Tensor) -> torch.Tensor:
     """A random call in the graph of a body, whose numbers are a tensor like this. Called by C."""
     drawn = _operators().drawn.default
-    return drawn(node, like.size(), like.stride(), like.dtype)  # type: ignore[no-any-return]
+    return drawn(node, like.size(), like.stride(), like.dtype, like.device)  # type: ignore[no-any-return]
 
 
 def _compiled(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> _Function:

@@ -82,6 +82,27 @@ def allocated(index: int) -> _Count:
     return _count(torch.cuda.memory_stats_as_nested_dict(index))
 
 
+class Clock:
+    """The time that a GPU takes for what its current stream is given from here to `ends()`. Nobody
+    waits for it."""
+
+    def __init__(self, index: int) -> None:
+        self._stream = torch.cuda.current_stream(index)
+        self._begin = self._event()
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def ends(self) -> None:
+        self._end = self._event()
+
+    def seconds(self) -> float:
+        """Negative: it has not come to the end."""
+        return self._begin.elapsed_time(self._end) / 1000 if self._end.query() else -1.0
+
+
 def settings(index: int) -> tuple[str, str, str, float, int, int, str]:
     """(device profile as JSON, torch's version, the allocator's settings, the fraction of the
     device that torch may use, the device's bytes, the stream, cuBLAS's setting).

@@ -12,6 +12,11 @@
  * to the run. Where memory ran out it is not dropped: it is tried again where there is an eighth
  * more. It is dropped too where its slices take longer, as three comparisons with runs
  * without it must say.
+ *
+ * On the CPU each slice is timed, and each loop's peak measured. On a GPU the calls of a slice
+ * return before it ends, so events before and after a loop's slices time it, read after the next
+ * run without waiting, until the first comparison that the function wins; and torch's allocator
+ * tells the peak of a whole run, where it rose.
  */
 #include "run/body.h"
 
@@ -70,6 +75,7 @@ void koila__bodies_free(koila__bodies *bodies, uint32_t n_stages)
 {
     for (uint32_t k = 0; bodies && k < n_stages; k++) {
         Py_XDECREF(bodies->at[k].function);
+        Py_XDECREF(bodies->at[k].clock);
         PyMem_RawFree(bodies->at[k].wholes);
     }
     PyMem_RawFree(bodies);
@@ -231,6 +237,8 @@ bool koila__bodies_fit(const cached *c, const koila__room *room)
 uint64_t koila__bodies_peak(const cached *c)
 {
     uint64_t most = 0;
+    if (c->bodies->gpu_peak_bytes)
+        return c->bodies->gpu_peak_bytes;
     for (uint32_t k = 0; k < c->info.n_stages; k++) {
         const koila__body *b = &c->bodies->at[k];
         const uint64_t peak =
@@ -242,6 +250,8 @@ uint64_t koila__bodies_peak(const cached *c)
 
 bool koila__bodies_have_run(const cached *c)
 {
+    if (c->gpu >= 0)
+        return c->bodies->gpu_peak_bytes;
     for (uint32_t k = 0; k < c->info.n_stages; k++)
         if (is_used(&c->bodies->at[k]) && !c->bodies->at[k].peak_bytes)
             return false;
@@ -255,15 +265,66 @@ void koila__body_saw(const cached *c, uint32_t stage, uint64_t peak_bytes)
         b->peak_bytes = peak_bytes;
 }
 
+void koila__bodies_saw(const cached *c, uint64_t peak_bytes)
+{
+    c->bodies->gpu_peak_bytes = peak_bytes;
+}
+
+static void took(koila__body *b, bool is_compiled, uint32_t n_slices, double seconds_each)
+{
+    double *least = is_compiled ? &b->ran : &b->walked;
+    b->n_ran += is_compiled ? n_slices : 0;
+    if (!*least || seconds_each < *least)
+        *least = seconds_each;
+}
+
 void koila__body_took(const cached *c, uint32_t stage, bool is_compiled, double seconds)
 {
-    koila__body *b = c->bodies ? &c->bodies->at[stage] : NULL;
-    if (!b)
+    took(&c->bodies->at[stage], is_compiled, 1, seconds);
+}
+
+/* ---- the times of loops on a GPU */
+
+bool koila__clock_begins(const cached *c, uint32_t stage, bool is_compiled)
+{
+    koila__body *b = c->gpu >= 0 && c->bodies ? &c->bodies->at[stage] : NULL;
+    const bool may_come = b && (c->bodies->n_awaited || !c->bodies->is_asked);
+    const bool is_open = b && !b->has_won && (b->function || may_come);
+    if (!is_open || b->clock) /* one that is not read yet is kept */
+        return false;
+    b->clock = koila__gpu_ask("Clock", c->gpu);
+    b->n_clocked = 0;
+    b->is_clocked_compiled = is_compiled;
+    PyErr_Clear();
+    return b->clock != NULL;
+}
+
+void koila__clock_ends(const cached *c, uint32_t stage, uint32_t n_slices)
+{
+    koila__body *b = &c->bodies->at[stage];
+    if (!n_slices) { /* there may be an exception */
+        Py_CLEAR(b->clock);
         return;
-    double *least = is_compiled ? &b->ran : &b->walked;
-    b->n_ran += is_compiled;
-    if (!*least || seconds < *least)
-        *least = seconds;
+    }
+    PyObject *done = b->clock ? PyObject_CallMethod(b->clock, "ends", NULL) : NULL;
+    b->n_clocked = n_slices;
+    if (!done)
+        Py_CLEAR(b->clock);
+    PyErr_Clear();
+    Py_XDECREF(done);
+}
+
+/* Reads the clock of body b, if the GPU has come to the end of the loop. */
+static void read_clock(koila__body *b)
+{
+    PyObject *r = b->clock ? PyObject_CallMethod(b->clock, "seconds", NULL) : NULL;
+    const double seconds = r ? PyFloat_AsDouble(r) : -1;
+    if (seconds >= 0)
+        took(b, b->is_clocked_compiled, b->n_clocked, seconds / b->n_clocked);
+    if (seconds >= 0 || PyErr_Occurred())
+        Py_CLEAR(b->clock);
+    PyErr_Clear();
+    Py_XDECREF(r);
 }
 
 /* Enough slices ran with body b. One that lost is compared with a new walk, for the machine may
@@ -272,6 +333,7 @@ static void judge(koila__body *b)
 {
     const bool is_lost = b->ran > slower * b->walked;
     b->n_ran = 0;
+    b->has_won = !is_lost;
     b->n_lost = is_lost ? b->n_lost + 1 : 0;
     b->rests = is_lost;
     if (is_lost)
@@ -284,6 +346,7 @@ void koila__bodies_judge(cached *c)
 {
     for (uint32_t k = 0; k < c->info.n_stages; k++) {
         koila__body *b = &c->bodies->at[k];
+        read_clock(b);
         if (b->rests && b->walked > 0)
             b->rests = false;
         else if (b->function && b->n_ran >= SLICES_TO_JUDGE && b->walked > 0)

@@ -9,11 +9,16 @@ typedef struct koila__body {
     PyObject *function;  /* owned; NULL: none yet, or none any more */
     koila_value *wholes; /* owned [n_wholes] */
     uint32_t n_wholes;
-    uint64_t peak_bytes; /* of its stage, beyond what was held before the step; 0: never measured */
-    double walked, ran;  /* the shortest full slice in seconds, without and with it; 0: none */
-    uint32_t n_ran;      /* full slices since they were compared last */
-    uint32_t n_lost;     /* comparisons */
-    bool rests;          /* the next run is walked, to compare with it */
+    /* of its stage, beyond what was held before the step; 0: never measured. On a GPU see below */
+    uint64_t peak_bytes;
+    double walked, ran; /* the shortest full slice in seconds, without and with it; 0: none */
+    uint32_t n_ran;     /* full slices since they were compared last */
+    uint32_t n_lost;    /* comparisons */
+    bool rests;         /* the next run is walked, to compare with it */
+    PyObject *clock;    /* owned: the koila._cuda.Clock of a run that was not read yet; or NULL */
+    uint32_t n_clocked; /* full slices of that run */
+    bool is_clocked_compiled;
+    bool has_won; /* on a GPU it is not compared again: that takes events */
 } koila__body;
 
 struct koila__bodies {
@@ -21,7 +26,9 @@ struct koila__bodies {
     uint32_t n_awaited; /* asked for, and not answered yet */
     bool is_asked;
     uint64_t ran_out_at; /* the most bytes of room in which a body ran out of memory; 0: none did */
-    koila__body at[];    /* [stages] */
+    uint64_t gpu_peak_bytes; /* of the last whole run with bodies that was measured on a GPU, beyond
+                                what was held before the step; 0: none was */
+    koila__body at[];        /* [stages] */
 };
 
 /* Is it an ADD to a sum that the body itself adds to? */

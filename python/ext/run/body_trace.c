@@ -410,7 +410,7 @@ static int ask_for(cached *c)
 bool koila__bodies_ran(cached *c, bool is_sharded)
 {
     const int mode = koila__body_mode(c);
-    if (mode == KOILA__COMPILE_OFF || is_sharded || c->gpu >= 0 || c->info.n_slices < 2)
+    if (mode == KOILA__COMPILE_OFF || is_sharded || c->info.n_slices < 2)
         return true;
     if (!c->bodies)
         c->bodies = PyMem_RawCalloc(1, sizeof *c->bodies + c->info.n_stages * sizeof(koila__body));

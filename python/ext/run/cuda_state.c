@@ -45,7 +45,7 @@ static PyObject *ask_of(const char *module, const char *what, int index)
     return r;
 }
 
-static PyObject *ask(const char *what, int index) { return ask_of("koila._cuda", what, index); }
+PyObject *koila__gpu_ask(const char *what, int index) { return ask_of("koila._cuda", what, index); }
 
 int koila__gpu_of(const koila_graph *g)
 {
@@ -56,7 +56,7 @@ int koila__gpu_of(const koila_graph *g)
         if (x.node == KOILA_NONE && d > code && d >> 8 == 1)
             code = d;
     }
-    PyObject *r = ask("index_of", code);
+    PyObject *r = koila__gpu_ask("index_of", code);
     const long index = r ? PyLong_AsLong(r) : -1;
     Py_XDECREF(r);
     PyErr_Clear();
@@ -84,7 +84,7 @@ static bool parse_count(PyObject *from, koila__gpu_count *out)
 /* Asks the allocator, and the driver. false: that cannot be read, with an exception. */
 static bool look_anew(int index, koila__gpu_count *count, struct look *out)
 {
-    PyObject *r = ask("now", index);
+    PyObject *r = koila__gpu_ask("now", index);
     PyObject *of_all = NULL, *numbers = NULL;
     unsigned long long reserved = 0, free = 0;
     bool ok = r &&
@@ -109,7 +109,7 @@ static bool look_again(int index, koila__gpu_count *count, struct look *out)
         koila__milliseconds_now() - looks[index].at > LOOK_LASTS)
         return false;
     *out = looks[index];
-    PyObject *r = ask("held", index);
+    PyObject *r = koila__gpu_ask("held", index);
     const bool ok = r && parse_count(r, count);
     Py_XDECREF(r);
     return ok;
@@ -257,8 +257,8 @@ static bool bring_live(const koila__room *room)
     if (gpu.state == room->state)
         return gpu.live != NULL;
     forget_live();
-    PyObject *with = ask("settings", room->gpu);
-    PyObject *list = with ? ask("segments", room->gpu) : NULL;
+    PyObject *with = koila__gpu_ask("settings", room->gpu);
+    PyObject *list = with ? koila__gpu_ask("segments", room->gpu) : NULL;
     const char *profile, *version, *text, *cublas;
     double fraction;
     unsigned long long total, stream;
@@ -406,7 +406,7 @@ void koila__gpu_has_learned(const cached *c)
 
 bool koila__gpu_bytes(int index, koila__gpu_count *out)
 {
-    PyObject *r = ask("allocated", index);
+    PyObject *r = koila__gpu_ask("allocated", index);
     *out = (koila__gpu_count){ 0 };
     const bool ok = r && parse_count(r, out);
     Py_XDECREF(r);

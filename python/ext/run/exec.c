@@ -372,12 +372,13 @@ static int run_in_halves(exec *x, uint32_t k)
     return status;
 }
 
-/* One slice of stage k: its compiled body, or its instructions. The times of both are compared, in
- * processor time: other work on the machine, and what is compiled meanwhile, does not count. */
+/* One slice of stage k: its compiled body, or its instructions. The times of both are compared, on
+ * the CPU in processor time: other work on the machine, and what is compiled meanwhile, does not
+ * count. */
 static int run_slice(exec *x, uint32_t k, bool is_full)
 {
     const bool is_compiled = x->has_body && is_full;
-    const bool is_timed = is_full && x->c->bodies && !x->outer;
+    const bool is_timed = is_full && x->c->bodies && x->c->gpu < 0 && !x->outer;
     const double started = is_timed ? koila__stopwatch_now().busy : 0;
     if (is_compiled)
         x->compiled |= k < MOST_TOLD ? (uint64_t)1 << k : 0;
@@ -462,11 +463,18 @@ static int run_stage(exec *x, uint32_t k)
     }
     /* as it is for all slices: the body's sums begin otherwise than the walk's */
     x->has_body = x->uses_bodies && koila__body_is_there(x, k);
-    const int window = x->has_body ? koila__cpu_bytes_open() : -1;
-    const int status = run_rows(x, k, 0, koila_graph_axis_size(x->g, st->axis),
-                                koila_plan_axis_rows(x->plan, st->axis), NULL);
+    const bool is_on_cpu = x->c->gpu < 0;
+    const bool is_clocked = !is_on_cpu && koila__clock_begins(x->c, k, x->has_body);
+    const uint32_t n_retries = x->retries;
+    const int window = x->has_body && is_on_cpu ? koila__cpu_bytes_open() : -1;
+    const int64_t n_all = koila_graph_axis_size(x->g, st->axis);
+    const int64_t rows = koila_plan_axis_rows(x->plan, st->axis);
+    const int status = run_rows(x, k, 0, n_all, rows, NULL);
     const uint64_t peak = koila__cpu_bytes_close(window);
-    if (status == 0 && x->has_body)
+    if (is_clocked)
+        koila__clock_ends(x->c, k,
+                          status == 0 && x->retries == n_retries ? (uint32_t)(n_all / rows) : 0);
+    if (status == 0 && x->has_body && is_on_cpu)
         koila__body_saw(x->c, k, peak > x->base_bytes ? peak - x->base_bytes : 0);
     PyMem_Free(x->done);
     x->done = NULL;

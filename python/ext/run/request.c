@@ -482,6 +482,8 @@ static void measure_peak(request *q, uint64_t cpu_peak, const koila__gpu_count *
     q->step.measured_peak_bytes = q->step.measured ? after.peak : 0;
     if (is_read && !q->step.measured)
         q->c->below_peak = above;
+    if (q->step.measured && q->step.compiled)
+        koila__bodies_saw(q->c, after.peak - q->room.held);
 }
 
 /* Room for the results. */

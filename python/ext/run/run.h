@@ -341,6 +341,8 @@ void koila__gpu_has_learned(const cached *c);
 /* A step has run a matrix product there: from then on cuBLAS keeps its workspace. */
 void koila__gpu_ran_product(int index);
 bool koila__gpu_bytes(int index, koila__gpu_count *out); /* false: it cannot be read */
+/* What that function or class of koila._cuda gives for the GPU. New; NULL with an exception. */
+PyObject *koila__gpu_ask(const char *what, int index);
 /* Bytes that a call used beyond its results, from the counts before and after it. Exact if it
  * raised the peak. Else an upper bound: what it gave back inside, or what the peak leaves room for.
  */
@@ -420,8 +422,14 @@ uint64_t koila__bodies_peak(const cached *c);
 /* Has each of them run? What one takes that has not is not known: it counts as uncompiled. */
 bool koila__bodies_have_run(const cached *c);
 void koila__body_saw(const cached *c, uint32_t stage, uint64_t peak_bytes); /* measured */
-/* A full slice took this thread so long, with its body or without. */
+/* The same of a whole run with bodies, on a GPU. */
+void koila__bodies_saw(const cached *c, uint64_t peak_bytes);
+/* A full slice took this thread so long, with its body or without. c has bodies. */
 void koila__body_took(const cached *c, uint32_t stage, bool is_compiled, double seconds);
+/* The slices of a loop begin on a GPU, and have ended: n_slices full ones, 0: they tell nothing.
+ * false: that run is not timed, and not to be ended. */
+bool koila__clock_begins(const cached *c, uint32_t stage, bool is_compiled);
+void koila__clock_ends(const cached *c, uint32_t stage, uint32_t n_slices);
 /* One of them raised: drops them all. Takes the exception, an Exception. */
 void koila__bodies_raised(cached *c, const koila__room *room);
 
