@@ -75,6 +75,9 @@ typedef struct koila__temps {
     uint32_t n_early;
 } koila__temps;
 
+/* Bytes that a call uses when it has made result i, and gives back before it makes the next one:
+ * cuDNN's workspaces of a convolution's backward. */
+uint64_t koila__between_results(const koila__cuda_call *k, uint32_t i);
 /* out_bytes: of all results of the call, as allocated. */
 koila__temps koila__temporaries(const koila__cuda_call *k, uint64_t out_bytes);
 /* reduce.c: of a reduction whose dims are argument pos_dims. */

@@ -164,9 +164,22 @@ static void first_product(koila__sim *s, bool grad_mode)
     koila__sim_take(s, koila__cublas_bytes(s->d, &s->o, s->level));
 }
 
-/* Fresh results; returns the bytes requested. A sum that is written over a term (`steal`) requests
- * none. */
-static uint64_t make_fresh(koila__sim *s, koila_node n, const koila__cuda_call *k, uint16_t steal)
+/* Requests of these sizes, released together. */
+static void use(koila__sim *s, const uint64_t *bytes, uint32_t n)
+{
+    uint64_t addr[KOILA__MAX_TEMPS];
+    for (uint32_t i = 0; i < n; i++)
+        addr[i] = koila__sim_take(s, bytes[i]);
+    for (uint32_t i = n; i-- > 0;)
+        koila__sim_give(s, addr[i]);
+}
+
+/* Fresh results; returns the bytes requested. [read: Conv_v8.cpp, try_plans] Where a convolution's
+ * workspace does not fit, torch takes an engine with a smaller one; what was measured is of the
+ * engine that was taken. A sum that is written over a term (`steal`) requests
+ * none. is_measured: what the call uses inside, which is requested after them then. */
+static uint64_t make_fresh(koila__sim *s, koila_node n, const koila__cuda_call *k, uint16_t steal,
+                           bool is_measured)
 {
     koila_assert(k->part > 0);
     const koila_value first = koila_node_get(s->g, n).first_output;
@@ -189,6 +202,10 @@ static uint64_t make_fresh(koila__sim *s, koila_node n, const koila__cuda_call *
         const uint64_t bytes = koila__cuda_bytes(s, v, recorded);
         out_bytes += bytes;
         home[v] = koila__storage_new(s, bytes, v);
+        const uint64_t between = is_measured ? 0 : koila__between_results(k, i);
+        s->may_do_without = between;
+        use(s, &between, 1);
+        s->may_do_without = false;
     }
     return out_bytes;
 }
@@ -219,16 +236,6 @@ static bool measured_temporaries(const koila__sim *s, koila_sig sig, koila__temp
                                       is_slice ? s->batch : 0, &out->bytes[0]);
 }
 
-/* Requests of these sizes, released together. */
-static void use(koila__sim *s, const uint64_t *bytes, uint32_t n)
-{
-    uint64_t addr[KOILA__MAX_TEMPS];
-    for (uint32_t i = 0; i < n; i++)
-        addr[i] = koila__sim_take(s, bytes[i]);
-    for (uint32_t i = n; i-- > 0;)
-        koila__sim_give(s, addr[i]);
-}
-
 void koila__sim_run_node(koila__sim *s, koila_node n, uint16_t steal)
 {
     const koila_sig id = koila_node_get(s->g, n).sig;
@@ -247,18 +254,16 @@ void koila__sim_run_node(koila__sim *s, koila_node n, uint16_t steal)
     s->at_node = n;
     if (k.kind == KOILA__INSIDE_GEMM)
         first_product(s, sig->grad_mode & 1);
-    const uint64_t out_bytes = make_fresh(s, n, &k, steal);
-    make_written(s, n, sig, steal);
     koila__temps temps;
     const bool is_measured = measured_temporaries(s, id, &temps);
+    const uint64_t out_bytes = make_fresh(s, n, &k, steal, is_measured);
+    make_written(s, n, sig, steal);
     if (!is_measured)
         temps = koila__temporaries(&k, out_bytes);
     const uint64_t kept = is_measured && s->is_plain ? koila__kept_losses(&k) : 0;
     /* it was measured as koila runs it, which copies the number out of them */
     temps.bytes[0] -= kept < temps.bytes[0] ? kept : temps.bytes[0];
-    /* [read: Conv_v8.cpp, try_plans] where a convolution's workspace does not fit, torch takes an
-     * engine with a smaller one; what was measured is of the engine that was taken */
-    s->may_do_without = koila__is_convolution(k.kind) && !is_measured;
+    s->may_do_without = k.kind == KOILA__INSIDE_CONV && !is_measured;
     use(s, temps.bytes, temps.n_early);
     use(s, temps.bytes + temps.n_early, temps.n - temps.n_early);
     s->may_do_without = false;

@@ -480,6 +480,7 @@ TEST(on_cuda__backward_of_attention_and_embedding_use_what_their_kernels_take)
 
 TEST(on_cuda__a_convolution_copies_its_operands_channels_last)
 {
+#define NOTHING UINT64_MAX
     static const char text[] = "koila graph 1\naxis 32\n%%0 = batch axis 0 dim 0 %s[32, 256, 14, "
                                "14]%s\n%%1 = real %s[512, 256, %d, %d]\n"
                                "%%2 = aten::convolution(%%0, %%1) -> %s[32, 512, 14, 14]\n";
@@ -487,11 +488,11 @@ TEST(on_cuda__a_convolution_copies_its_operands_channels_last)
         const char *device, *dtype, *strides;
         int window;
         uint64_t bytes, inside; /* of an element; beside x, w and the result, 0: the profile's */
-    } rows[] = {                /* measured on an H200: 22.88 and 11.44 MiB */
+    } rows[] = {                /* measured on an H200: 22.88, 11.44 and 0 MiB */
                  { "h100-80gb", "f32", "", 3, 4, (1605632 + 3211264 + 1179648) * 4 },
                  { "h100-80gb", "bf16", "", 3, 2, (1605632 + 3211264 + 1179648) * 2 },
                  { "h100-80gb", "f32", "{50176, 1, 3584, 256}", 3, 4, 0 },
-                 { "h100-80gb", "f32", "", 1, 4, 0 },
+                 { "h100-80gb", "f32", "", 1, 4, NOTHING },
                  { "h100-80gb", "f64", "", 3, 8, 0 },
                  { "v100-16gb", "f32", "", 3, 4, 0 }
     };
@@ -507,9 +508,44 @@ TEST(on_cuda__a_convolution_copies_its_operands_channels_last)
         CHECK_EQ(koila_predict(g, d, NULL, NULL, &p, NULL), KOILA_OK);
         const uint64_t held = (1605632 + 3211264 + 131072 * (uint64_t)(n * n)) * rows[i].bytes;
         const uint64_t usual = koila_device_get(d, KOILA_DEVICE_CONV_BYTES).value;
-        const uint64_t most = held + (rows[i].inside ? rows[i].inside : usual);
+        const uint64_t inside = rows[i].inside == NOTHING ? 0 : rows[i].inside;
+        const uint64_t most = held + (rows[i].inside ? inside : usual);
         CHECK(p.first.allocated.expected >= most); /* a rest of less than 1 MiB is not split off */
         CHECK(p.first.allocated.expected < most + MIB);
+        koila_device_free(d);
+        koila_graph_free(g);
+        koila_table_free(t);
+    }
+}
+
+/* The gradients of convolutions that were measured on an H200, of 128 images in float32: the copies
+ * are given back before the weight's gradient is made, whose partial sums come on top of them. */
+TEST(on_cuda__a_convolution_s_gradients_copy_one_after_the_other)
+{
+    static const char text[] =
+        "koila graph 1\naxis 128\n%%0 = batch axis 0 dim 0 f32[128, %d, %d, %d]\n"
+        "%%1 = real f32[%d, %d, 3, 3]\n%%2 = batch axis 0 dim 0 f32[128, %d, %d, %d]\n"
+        "%%3 %%4 %%5 = aten::convolution_backward(%%0, %%2, %%1, None, [1, 1], [1, 1], [1, 1], "
+        "false, [0, 0], 1, [true, true, false]) -> (f32[128, %d, %d, %d], f32[%d, %d, 3, 3], "
+        "None)\n";
+    static const struct {
+        int channels, edge;
+        double sums; /* MiB */
+    } rows[] = { { 64, 64, 1.97 }, { 128, 32, 7.88 }, { 256, 16, 6.75 }, { 512, 8, 8.25 } };
+    for (size_t i = 0; i < KOILA_COUNT(rows); i++) {
+        char step[768];
+        koila_table *t;
+        const int c = rows[i].channels, e = rows[i].edge;
+        snprintf(step, sizeof step, text, c, e, e, c, c, c, e, e, c, e, e, c, c);
+        koila_graph *g = parse(&t, step);
+        koila_device *d = gpu("h100-80gb");
+        koila_prediction p;
+        CHECK_EQ(koila_predict(g, d, NULL, NULL, &p, NULL), KOILA_OK);
+        const double image = 128.0 * c * e * e * 4 / MIB, weight = 9.0 * c * c * 4 / MIB;
+        /* two images and a weight are given, an image and a weight are made */
+        const double most = 3 * image + 2 * weight + 2 * image + weight + rows[i].sums;
+        const double told = (double)p.first.allocated.expected / MIB;
+        CHECK(told > most - 0.1 && told < most + 1.1);
         koila_device_free(d);
         koila_graph_free(g);
         koila_table_free(t);
