@@ -488,7 +488,7 @@ static uint64_t workspace_of_row(void *user, koila_sig sig, int64_t rows, int64_
 /* ---- the inner plans */
 
 static koila_status plan_step(builder *b, inner_step *s, const koila_plan_options *o,
-                              koila__effort *effort, koila__least *least)
+                              koila__effort *effort, const koila__rival *rival, koila__least *least)
 {
     const bool is_forced = o->axes == KOILA_AXES_BOTH;
     koila__least found = { .peak_bytes = UINT64_MAX };
@@ -509,7 +509,7 @@ static koila_status plan_step(builder *b, inner_step *s, const koila_plan_option
             s->outer_bytes < o->budget_bytes ? o->budget_bytes - s->outer_bytes : 0;
     const koila_status status =
         koila__plan_row(s->graph, s->targets.at, s->targets.n, s->adds_on.at, &inner, &b->mem,
-                        effort, &s->plan, &found, NULL);
+                        effort, rival, &s->plan, &found, NULL);
     if (status == KOILA_OOM && found.peak_bytes != UINT64_MAX) {
         found.peak_bytes += s->outer_bytes;
         if (found.peak_bytes < least->peak_bytes || least->peak_bytes == UINT64_MAX)
@@ -520,11 +520,11 @@ static koila_status plan_step(builder *b, inner_step *s, const koila_plan_option
 
 /* Some of them: a loop without another axis stays as it is where all others are cut in any case. */
 static koila_status plan_steps(builder *b, const koila_plan_options *o, koila__effort *effort,
-                               koila__least *least)
+                               const koila__rival *rival, koila__least *least)
 {
     bool any = false;
     for (uint32_t i = 0; i < b->steps.n; i++) {
-        const koila_status status = plan_step(b, &b->steps.at[i], o, effort, least);
+        const koila_status status = plan_step(b, &b->steps.at[i], o, effort, rival, least);
         if (status != KOILA_OK && (status != KOILA_UNSUPPORTED || o->axes != KOILA_AXES_BOTH))
             return status;
         any |= status == KOILA_OK;
@@ -658,7 +658,7 @@ static void tell_info(builder *b)
 
 /* The stages with the steps planned; on KOILA_OK the plan owns the inner plans. */
 static koila_status cut(builder *b, const koila_plan_options *o, koila__effort *effort,
-                        koila__least *least)
+                        const koila__rival *rival, koila__least *least)
 {
     koila__schedule *schedule = &b->p->schedule;
     KOILA_TRY(make_builder(b));
@@ -670,7 +670,7 @@ static koila_status cut(builder *b, const koila_plan_options *o, koila__effort *
     for (uint32_t i = 0; i < b->steps.n; i++)
         KOILA_TRY(write_stage(b, &b->steps.at[i], &stages[b->steps.at[i].stage]));
     KOILA_TRY(weigh(b, stages, o));
-    KOILA_TRY(plan_steps(b, o, effort, least));
+    KOILA_TRY(plan_steps(b, o, effort, rival, least));
     for (uint32_t i = 0; i < b->steps.n; i++) {
         inner_step *s = &b->steps.at[i];
         if (!s->plan) {
@@ -690,7 +690,7 @@ static koila_status cut(builder *b, const koila_plan_options *o, koila__effort *
 }
 
 koila_status koila__both_cut(koila_plan *p, const koila_plan_options *o, koila__effort *effort,
-                             koila__least *least)
+                             const koila__rival *rival, koila__least *least)
 {
     builder b = { .p = p,
                   .placed = p->placed,
@@ -703,7 +703,7 @@ koila_status koila__both_cut(koila_plan *p, const koila_plan_options *o, koila__
     b.teller = (koila__teller){
         .plan = p, .table = b.t, .mem = b.mem, .tmp = &b.tmp, .begin = KOILA__ANYWHERE, .rows = 1
     };
-    const koila_status status = cut(&b, o, effort, least);
+    const koila_status status = cut(&b, o, effort, rival, least);
     for (uint32_t i = 0; i < b.steps.n; i++)
         step_free(&b, &b.steps.at[i]);
     koila__vec_free(&b.mem, &b.steps);

@@ -12,7 +12,7 @@
  * plan is not described again.
  * Expected: OOM, UNSUPPORTED (p is unchanged, err is not set), NO_MEMORY. */
 koila_status koila__both_cut(koila_plan *p, const koila_plan_options *o, koila__effort *effort,
-                             koila__least *least);
+                             const koila__rival *rival, koila__least *least);
 /* Frees the inner plans of a schedule. */
 void koila__both_free(koila__schedule *s);
 /* The gathers of the inner plans, told of the nodes and values of `p`: at most `cap`, NULL: none is

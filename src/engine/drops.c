@@ -276,6 +276,7 @@ static bool is_in_reach(const koila__planning *q, uint64_t n_bytes)
 static bool is_left_to_axes(const koila__planning *q, const rungs *r)
 {
     return q->options->axes == KOILA_AXES_ANY && q->options->rows <= 0 && !q->tried &&
+           !q->is_rival &&
            (double)least_of(r) > KOILA_COST_LEFT_TO_AXES * (double)q->options->budget_bytes;
 }
 

@@ -26,7 +26,7 @@ static koila_status fits_in(const koila__planning *q, uint64_t budget, uint64_t 
     o.finds_least = false;
     o.accepts = NULL; /* the sum of live bytes decides, as in what is told otherwise */
     const koila_status status = koila__plan_row(q->graph, q->targets, q->n_targets, q->adds_on, &o,
-                                                q->mem, NULL, &plan, &least, NULL);
+                                                q->mem, NULL, NULL, &plan, &least, NULL);
     koila_plan_free(plan);
     *needs = least.peak_bytes;
     return status;

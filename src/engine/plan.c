@@ -481,6 +481,44 @@ static bool are_rows_too_much(const koila__planning *q)
     return all > (double)q->options->budget_bytes;
 }
 
+/* The step whole, with results dropped, where that may fit. */
+static koila_status drop_whole(koila__planning *q)
+{
+    uint64_t bound;
+    if (q->is_whole_dropped || q->options->rows > 0)
+        return KOILA_OK;
+    q->is_whole_dropped = true;
+    KOILA_TRY(koila__floor_whole(q->graph, q->targets, q->n_targets, q->mem, &bound));
+    return bound > q->options->budget_bytes ? KOILA_OK : koila__drop_whole(q, &q->sliced);
+}
+
+/* Do the rows with results dropped fit, in at most so many times the time of the step as recorded?
+ */
+static bool is_dropped_in(const koila__planning *q, double times)
+{
+    return q->sliced.placed && q->sliced.accepted && !is_slower(&q->sliced, times);
+}
+
+/* The rows with results dropped: whole, and in the most slices, where that may be less work. */
+static koila_status drop_in_rows(koila__planning *q)
+{
+    KOILA_TRY(drop_whole(q));
+    if (q->largest_axis <= 1 || q->is_empty || is_dropped_in(q, KOILA_COST_COMPARED))
+        return KOILA_OK;
+    const koila_status status = drop_in_slices(q);
+    return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
+}
+
+/* koila__rival.try of a row: all rows with results dropped. */
+static koila_status try_dropped(void *user, bool *fits)
+{
+    koila__planning *q = user;
+    q->is_rival = true;
+    KOILA_TRY(drop_in_rows(q));
+    *fits = is_dropped_in(q, KOILA_COST_FORWARD_AGAIN);
+    return KOILA_OK;
+}
+
 /* The rows one by one, each a step of its own: the plan changes if each of them fits. */
 static koila_status plan_both(koila__planning *q)
 {
@@ -494,7 +532,10 @@ static koila_status plan_both(koila__planning *q)
         q->both = (koila__least){ .peak_bytes = bound, .is_bound = true };
         return KOILA_OOM;
     }
-    const koila_status status = koila__both_cut(p, o, q->effort, &q->both);
+    const koila__rival dropped = { try_dropped, q };
+    const bool has_rival = o->recomputes && o->axes == KOILA_AXES_ANY && o->rows <= 0;
+    const koila_status status =
+        koila__both_cut(p, o, q->effort, has_rival ? &dropped : NULL, &q->both);
     q->row_is_too_much = status == KOILA_OOM;
     KOILA_TRY(status);
     p->n_curve = p->info.n_gathers = 0;
@@ -646,30 +687,6 @@ static const koila__tried *least_bound(const koila__planning *q)
     return least;
 }
 
-/* The step whole, with results dropped, where that may fit. */
-static koila_status drop_whole(koila__planning *q, koila__way *best)
-{
-    uint64_t bound;
-    KOILA_TRY(koila__floor_whole(q->graph, q->targets, q->n_targets, q->mem, &bound));
-    return bound > q->options->budget_bytes ? KOILA_OK : koila__drop_whole(q, best);
-}
-
-/* The rows with results dropped: in the most slices, or the step of one row where that may fit.
- * Made once. */
-static koila_status drop_in_rows(koila__planning *q)
-{
-    uint64_t bound;
-    if (q->largest_axis > 1 && !q->is_empty)
-        return drop_in_slices(q);
-    if (q->is_whole_dropped || q->options->rows > 0)
-        return KOILA_OK;
-    KOILA_TRY(koila__floor_whole(q->graph, q->targets, q->n_targets, q->mem, &bound));
-    if (bound > q->options->budget_bytes)
-        return KOILA_OK;
-    q->is_whole_dropped = true;
-    return koila__drop_whole(q, &q->sliced);
-}
-
 /* The rows with results dropped become the plan where they fit. It is described later, for another
  * way may still be better. */
 static koila_status take_dropped(koila__planning *q)
@@ -692,8 +709,6 @@ static koila_status plan_recomputed(koila__planning *q)
     koila__way best = { 0 };
     koila_status status = drop_in_rows(q);
     koila__way_swap(&best, &q->sliced);
-    if (status == KOILA_OK && !best.accepted && q->options->rows <= 0 && !q->is_whole_dropped)
-        status = drop_whole(q, &best);
     if (status == KOILA_OK && !best.accepted && rows_do_not_fit(q) && !q->row_is_too_much &&
         q->options->axes == KOILA_AXES_ANY)
         status = plan_unrolled(q, &best);
@@ -739,9 +754,14 @@ static koila_status drop_in_rows_first(koila__planning *q)
         return take_dropped(q);
     q->is_both_tried = true;
     const koila_status status = plan_both(q);
-    if (status == KOILA_UNSUPPORTED)
-        return take_dropped(q);
-    return status == KOILA_OOM ? KOILA_OK : status;
+    return status == KOILA_UNSUPPORTED || status == KOILA_OOM ? take_dropped(q) : status;
+}
+
+/* Is a rival taken before other axes are tried? */
+static koila_status try_rival(const koila__planning *q, bool *fits)
+{
+    *fits = false;
+    return q->rival ? q->rival->try(q->rival->user, fits) : KOILA_OK;
 }
 
 /* Another axis alone, or both together; if neither fits, another axis with results dropped. */
@@ -777,7 +797,11 @@ static koila_status plan_axes(koila__planning *q)
         return KOILA_OK;
     if (o->recomputes)
         KOILA_TRY(drop_in_rows_first(q));
-    return is_settled(q) || are_rows_too_much(q) ? KOILA_OK : plan_along_axes(q);
+    if (is_settled(q) || are_rows_too_much(q))
+        return KOILA_OK;
+    bool fits;
+    KOILA_TRY(try_rival(q, &fits));
+    return fits ? KOILA_OOM : plan_along_axes(q);
 }
 
 /* Nothing fits. Of what is not scheduled, the error tells what it needs at least. */
@@ -839,8 +863,8 @@ static koila__least least_of(const koila__planning *q)
 koila_status koila__plan_row(const koila_graph *graph, const koila_value *targets,
                              uint32_t n_targets, const uint8_t *adds_on,
                              const koila_plan_options *options, const koila_allocator *mem,
-                             koila__effort *effort, koila_plan **out, koila__least *least,
-                             koila_error *err)
+                             koila__effort *effort, const koila__rival *rival, koila_plan **out,
+                             koila__least *least, koila_error *err)
 {
     const koila_allocator a = koila__allocator(mem);
     koila__effort own = koila__effort_for(graph->nodes.n);
@@ -860,6 +884,7 @@ koila_status koila__plan_row(const koila_graph *graph, const koila_value *target
                               .dim = KOILA_NONE,
                               .unit = 1,
                               .adds_on = adds_on,
+                              .rival = rival,
                               .other = { .peak_bytes = UINT64_MAX },
                               .both = { .peak_bytes = UINT64_MAX } };
         status = make_plan(&q);
@@ -884,7 +909,8 @@ koila_status koila_plan_new(const koila_graph *graph, const koila_value *targets
                             uint32_t n_targets, const koila_plan_options *options,
                             const koila_allocator *mem, koila_plan **out, koila_error *err)
 {
-    return koila__plan_row(graph, targets, n_targets, NULL, options, mem, NULL, out, NULL, err);
+    return koila__plan_row(graph, targets, n_targets, NULL, options, mem, NULL, NULL, out, NULL,
+                           err);
 }
 
 void koila_plan_free(koila_plan *p)

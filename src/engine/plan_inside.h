@@ -49,13 +49,20 @@ uint64_t koila__plan_least(const koila_plan *p, const koila__least *other,
 koila_status koila__plan_no_fit(const koila_plan *p, const koila_graph *recorded,
                                 const koila__least *other, const koila__least *both, uint64_t least,
                                 koila_error *err);
+/* What takes little time beside cutting a row along other axes: *fits: it does, so the row is not
+ * cut. */
+typedef struct koila__rival {
+    koila_status (*try)(void *user, bool *fits);
+    void *user;
+} koila__rival;
 /* koila_plan_new() of a step within a row: adds_on[n_targets], or NULL: sums that are added to what
  * earlier rows left, where that is possible. *least, or NULL: the least that was found where
- * nothing fits. effort: what planning has taken, NULL: nothing so far. */
+ * nothing fits. effort: what planning has taken, NULL: nothing so far. rival: is tried before other
+ * axes, NULL: there is none. */
 koila_status koila__plan_row(const koila_graph *graph, const koila_value *targets,
                              uint32_t n_targets, const uint8_t *adds_on,
                              const koila_plan_options *options, const koila_allocator *mem,
-                             koila__effort *effort, koila_plan **out, koila__least *least,
-                             koila_error *err);
+                             koila__effort *effort, const koila__rival *rival, koila_plan **out,
+                             koila__least *least, koila_error *err);
 
 #endif

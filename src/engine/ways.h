@@ -46,7 +46,9 @@ typedef struct koila__planning {
     koila__tried *taken;        /* the one that the plan is, if it is one */
     const koila__placed *plain; /* the plan's by rows: of koila__place(), keeping all; or NULL */
     koila__way sliced;          /* plan.c: rows with results dropped; not the plan's */
+    const koila__rival *rival;  /* koila__plan_row(); NULL: there is none */
     bool is_both_tried;
+    bool is_rival;        /* plan.c: results are dropped before a row is cut along other axes */
     bool row_is_too_much; /* along no axis a row fits, with results dropped: nor do more of them */
     bool is_sliced, is_whole_dropped; /* made: of the most slices; of the step whole */
     koila__way whole; /* koila__way_whole(); the plan's until another one is adopted, or its own */

@@ -8,6 +8,8 @@
 #include "engine/plan_inside.h"
 #include "engine/recompute.h"
 
+#include <math.h>
+
 static koila_plan_options options(uint64_t budget, int64_t rows)
 {
     return (koila_plan_options){ .struct_size = sizeof(koila_plan_options),
@@ -786,8 +788,8 @@ static koila_status plan_within(const random_graph *r, koila_plan_options o, boo
                                 koila_plan **p, double *took)
 {
     koila__effort effort = { .spent = 1, .allowed = is_allowed ? 1e15 : 0 };
-    const koila_status status =
-        koila__plan_row(r->g, r->targets, r->n_targets, NULL, &o, NULL, &effort, p, NULL, NULL);
+    const koila_status status = koila__plan_row(r->g, r->targets, r->n_targets, NULL, &o, NULL,
+                                                &effort, NULL, p, NULL, NULL);
     *took = effort.spent - 1;
     return status;
 }
@@ -825,6 +827,40 @@ TEST(plan__what_fits_is_found_however_little_time_there_is_for_planning)
     CHECK(n_found > 500 && n_refused > 100 && n_shorter > 50);
     printf("  %u plans, %u budgets that none fits, %u found sooner\n", n_found, n_refused,
            n_shorter);
+}
+
+/* All rows with results dropped are compared with slices: where that fit within less, and where no
+ * loop holds less at once, slices with results dropped are no more work. */
+TEST(plan__results_dropped_in_slices_are_no_more_work_than_those_of_all_rows)
+{
+    uint32_t n_compared = 0;
+    for (uint64_t seed = 301; seed <= 600; seed++) {
+        random_graph r;
+        double whole_work = INFINITY; /* of those plans, the least so far */
+        if (rg_init(&r, NULL, seed, NULL, 0, 6 + (uint32_t)(seed % 25)) != KOILA_OK)
+            abort();
+        koila_plan_options o = options(UINT64_MAX, 0);
+        const uint64_t whole = info_of(&r, o).peak_bytes;
+        o.axes = KOILA_AXES_ANY;
+        o.recomputes = true;
+        for (uint32_t i = 1; i <= 20; i++) {
+            koila_plan *p = NULL;
+            o.budget_bytes = whole * i / 20;
+            if (plan_of(&r, o, &p, NULL) != KOILA_OK)
+                continue;
+            const koila_plan_info info = koila_plan_get(p);
+            koila_plan_free(p);
+            if (!info.n_again || info.n_inner || info.dim != KOILA_NONE)
+                continue;
+            n_compared += whole_work < INFINITY;
+            CHECK(info.work <= whole_work * (1 + 1e-9));
+            if (info.n_slices == 1 && info.work < whole_work)
+                whole_work = info.work;
+        }
+        rg_deinit(&r);
+    }
+    CHECK(n_compared > 40);
+    printf("  %u plans compared\n", n_compared);
 }
 
 /* Of slices of one row it is a bound of two slices or more, under each policy. */
