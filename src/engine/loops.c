@@ -711,7 +711,8 @@ static koila_status find_whole_until(work_state *w)
 static whole_value *find_whole(work_state *w, koila_value v, koila_node n, const uint32_t *loop_of)
 {
     const bool in_loop = w->runs[n] == RUNS_IN_LOOP;
-    whole_value x = { .begin = in_loop ? w->made_whole[v] : loop_of[w->level[n]] };
+    whole_value x = { .begin = in_loop ? w->made_whole[v] : loop_of[w->level[n]],
+                      .last_call = KOILA_NONE };
     if (!in_loop && w->aliases[n] && !sig_of(w, n)->n_writes)
         w->whole_of[v] = w->whole_of[input_of(w, n, 0)];
     else if (!in_loop && !sig_of(w, n)->n_writes)
@@ -725,13 +726,84 @@ static whole_value *find_whole(work_state *w, koila_value v, koila_node n, const
     return w->whole_of[v] ? &w->wholes[w->whole_of[v] - 1] : NULL;
 }
 
+/* A needed node reads a value in storage x whole, or in a loop. */
+static void see_reader(const work_state *w, whole_value *x, koila_node user,
+                       const uint32_t *loop_of)
+{
+    if (w->runs[user] != RUNS_ONCE) {
+        x->is_read_in_loop = true;
+        return;
+    }
+    const koila_node last = x->last_call;
+    if (last == KOILA_NONE || w->level[user] > w->level[last] ||
+        (w->level[user] == w->level[last] && user > last))
+        x->last_call = user;
+    if (loop_of[w->level[user]] > x->end)
+        x->end = loop_of[w->level[user]];
+}
+
+/* The storage that result v of node n, outside loops, is alone in, or NULL. */
+static whole_value *own_whole(const work_state *w, koila_value v, koila_node n)
+{
+    const bool is_own = !w->aliases[n] && !sig_of(w, n)->n_writes && w->whole_of[v];
+    return is_own ? &w->wholes[w->whole_of[v] - 1] : NULL;
+}
+
+/* Node n, which runs before loop j, outside loops, ends: so do storages that nothing reads any
+ * more. Returns their bytes. */
+static uint64_t end_wholes(work_state *w, koila_node n, uint32_t j)
+{
+    uint64_t sum = 0;
+    for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++) {
+        const whole_value *x = own_whole(w, v, n);
+        if (x && x->last_call == KOILA_NONE && !x->is_read_in_loop && !x->is_result)
+            sum += x->n_bytes;
+    }
+    for (uint32_t at = w->span[n].in; at < w->span[n].in_end; at++) {
+        const uint32_t of = w->whole_of[w->uses[at].value];
+        whole_value *x = of ? &w->wholes[of - 1] : NULL;
+        if (!x || x->last_call != n || x->is_result || (x->begin == j && x->is_read_in_loop))
+            continue;
+        x->last_call = KOILA_NONE; /* counted */
+        sum += x->n_bytes;
+    }
+    return sum;
+}
+
+/* Finds call_peak. A call that may make its results in the memory of what it is given has them
+ * when it ends. */
+static void find_call_peaks(work_state *w, const uint32_t *loop_of)
+{
+    uint64_t now = 0;
+    for (uint32_t i = 0; i < w->n_wholes; i++)
+        if (w->wholes[i].begin < w->wholes[i].end)
+            w->ending[w->wholes[i].end] += w->wholes[i].n_bytes;
+    for (uint32_t level = 0; level < w->n_levels; level++) {
+        const uint32_t j = loop_of[level];
+        if (!level || j != loop_of[level - 1])
+            now = w->ending[j];
+        for (koila_node n = w->whole_of_level[level]; n != KOILA_NONE; n = w->whole_next[n]) {
+            const bool frees = w->rare[n] & (IS_MODULE_BACKWARD | ADDS | WRITES);
+            uint64_t made = 0;
+            for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++)
+                made += own_whole(w, v, n) ? own_whole(w, v, n)->n_bytes : 0;
+            if (now + (frees ? 0 : made) > w->call_peak[j])
+                w->call_peak[j] = now + (frees ? 0 : made);
+            now += made;
+            now -= end_wholes(w, n, j);
+        }
+    }
+}
+
 /* Finds the storages that hold whole values between loops. */
 static koila_status find_wholes(work_state *w)
 {
     uint32_t *loop_of = koila__arena_array(&w->spare, w->n_levels, sizeof *loop_of);
     w->wholes = koila__arena_room(&w->tmp, (w->n_values + 1) * sizeof *w->wholes);
     w->held_change = koila__arena_array(&w->tmp, w->n_loops + 1, sizeof *w->held_change);
-    TRY_ALLOC(loop_of && w->wholes && w->held_change);
+    w->call_peak = koila__arena_array(&w->tmp, w->n_loops + 1, sizeof *w->call_peak);
+    w->ending = koila__arena_array(&w->tmp, w->n_loops + 1, sizeof *w->ending);
+    TRY_ALLOC(loop_of && w->wholes && w->held_change && w->call_peak && w->ending);
     for (uint32_t level = 0, j = 0; level < w->n_levels; level++) {
         for (; j < w->n_loops && w->loops[j].level < level;)
             j++;
@@ -742,12 +814,14 @@ static koila_status find_wholes(work_state *w)
         if (n == KOILA_NONE || w->runs[n] == RUNS_NEVER || !exists(w, v))
             continue;
         whole_value *x = find_whole(w, v, n, loop_of);
-        if (x && w->is_result[v])
-            x->end = w->n_loops;
         for (const use *u = uses_of(w, v); x && u; u = next_use_of(w, u))
-            if (w->runs[u->user] == RUNS_ONCE && loop_of[w->level[u->user]] > x->end)
-                x->end = loop_of[w->level[u->user]];
+            see_reader(w, x, u->user, loop_of);
+        if (x && w->is_result[v]) {
+            x->end = w->n_loops;
+            x->is_result = true;
+        }
     }
+    find_call_peaks(w, loop_of);
     return KOILA_OK;
 }
 

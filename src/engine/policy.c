@@ -152,6 +152,13 @@ static uint64_t kept_bytes(const koila__scheduler *w, koila_value v)
     return w->aliases[n] || sig_of(w, n)->n_writes ? 0 : koila__value_meta(w->g, v)->n_bytes;
 }
 
+/* So much is held at some moment of the policy. */
+static void note_held(koila__scheduler *w, uint64_t n_bytes)
+{
+    if (n_bytes > w->work_kept.n_bytes)
+        w->work_kept.n_bytes = n_bytes;
+}
+
 /* v is kept after loop j. */
 static void note_kept(koila__scheduler *w, koila_value v, uint32_t j)
 {
@@ -199,17 +206,18 @@ static void work_of_loop(koila__scheduler *w, uint32_t j, double *work, uint64_t
         /* a piece's storage may become the whole value */
         if (w->is_result[v] && w->use[v] == KOILA_NONE && !koila__adds_on(w->p, v))
             *n_held += koila__value_meta(w->g, v)->n_bytes;
-    if (*n_held > w->work_kept.n_bytes)
-        w->work_kept.n_bytes = *n_held;
+    note_held(w, *n_held);
     w->held_change[j] += *n_held - held_before;
 }
 
 /* What a policy holds at the end of a loop is a piece, a result or a whole value; those that a loop
- * reads are there until then. */
+ * reads are there until then. Calls between two loops find all that, but what the loop before was
+ * the last to read. */
 static void count_whole(koila__scheduler *w)
 {
     uint64_t now = 0;
     uint64_t *const change = w->held_change; /* modulo 2^64 */
+    memset(w->ending, 0, (w->n_loops + 1) * sizeof *w->ending);
     for (uint32_t i = 0; i < w->n_wholes; i++)
         w->wholes[i].until = w->wholes[i].end;
     for (koila_value v = 0; v < w->n_values; v++) {
@@ -223,12 +231,16 @@ static void count_whole(koila__scheduler *w)
             continue;
         change[x->begin] += x->n_bytes;
         change[x->until] -= x->n_bytes;
+        w->ending[x->until] += x->n_bytes;
+        if (x->begin < x->end && x->end < x->until) /* call_peak counts it */
+            w->ending[x->end] += x->n_bytes;
     }
     for (uint32_t j = 0; j < w->n_loops; j++) {
+        note_held(w, now - w->ending[j] + w->call_peak[j]); /* calls before the loop */
         now += change[j];
-        if (now > w->work_kept.n_bytes)
-            w->work_kept.n_bytes = now;
+        note_held(w, now);
     }
+    note_held(w, now - w->ending[w->n_loops] + w->call_peak[w->n_loops]);
 }
 
 double koila__schedule_work(koila__scheduler *w, koila__keep keep)

@@ -94,6 +94,8 @@ typedef struct whole_value {
     uint32_t begin; /* the first loop at whose end it is there */
     uint32_t end;   /* the first at whose end it need not be, as far as calls that run once go */
     uint32_t until; /* the same, of one policy */
+    koila_node last_call; /* the last call outside loops that reads it, or KOILA_NONE */
+    bool is_result, is_read_in_loop;
     uint64_t n_bytes;
 } whole_value;
 
@@ -187,6 +189,10 @@ struct koila__scheduler {
     uint32_t n_wholes, *whole_of, *read_until;
     bool is_read_until; /* read_until is of the policy `keep`, with all its loops */
     uint64_t *held_change;
+    /* [loop, and behind the last one]: the most bytes that calls outside loops, between the loop
+     * before and this one, hold of what no loop behind them needs; of one policy: bytes among them
+     * that the loop before leaves */
+    uint64_t *call_peak, *ending;
 };
 
 /* the name where it is written: while it is filled, and while a policy is scheduled */

@@ -307,6 +307,43 @@ TEST(schedule__what_a_policy_holds_between_loops_is_known_before_it_is_scheduled
     rg_deinit(&r);
 }
 
+/* Calls that need all rows run between two loops; what they hold at once no loop holds. */
+TEST(schedule__what_calls_between_two_loops_hold_is_known_before_it_is_scheduled)
+{
+    const koila__keep keep = { .horizon = UINT32_MAX, .cheap = true };
+    const int64_t one = 1;
+    random_graph r;
+    uint16_t axis;
+    koila__scheduler *w = NULL;
+    memset(&r, 0, sizeof r);
+    CHECK(koila_table_new(NULL, &r.t) == KOILA_OK && koila_graph_new(r.t, NULL, &r.g) == KOILA_OK &&
+          koila_graph_axis(r.g, 8, &axis) == KOILA_OK);
+    rg_leaf(&r, KOILA_LEAF_BATCH, 0, 0, KOILA_DTYPE_F32, 2, (int64_t[]){ 8, 1000 });
+    const koila_meta all = rg_shape(&r, KOILA_DTYPE_F32, 2, (int64_t[]){ 8, 1000 }, NULL);
+    const koila_meta sum = rg_shape(&r, KOILA_DTYPE_F32, 2, (int64_t[]){ 1, 1000 }, NULL);
+    const koila_value x = rg_call(&r, "aten::relu", 0, all, false, "t", r.values[0]);
+    const koila_value a = rg_call(&r, "test::needs_all", 0, all, false, "t", x);
+    const koila_value b = rg_call(&r, "test::needs_all", 0, all, false, "t", a);
+    const koila_value c = rg_call(&r, "test::needs_all_of_both", 0, all, false, "tt", a, b);
+    const koila_value y = rg_call(&r, "aten::mul.Tensor", 0, all, false, "tt", r.values[0], c);
+    r.targets[r.n_targets++] =
+        rg_call(&r, "aten::sum.dim_IntList", 0, sum, false, "tlb", y, 1, (int64_t)0, 1);
+    CHECK(r.status == KOILA_OK);
+    made m = schedule(&r, keep);
+    const koila_value target = m.p->lowered[r.targets[0]];
+    CHECK_EQ(koila__scheduler_new(&w, m.p, &target, 1, true, NULL, NULL), KOILA_OK);
+    CHECK_EQ(koila__scheduler_n_loops(w), 2);
+    (void)koila__schedule_work(w, keep);
+    CHECK_EQ(koila__scheduler_kept(w).n_bytes, 3 * 8 * 1000 * 4); /* a, b and c */
+    CHECK_EQ(
+        koila__live_simulate(m.p, &m.s, &(koila__live_options){ .rows = &one }, NULL, NULL, NULL)
+            .peak_bytes,
+        3 * 8 * 1000 * 4);
+    koila__scheduler_free(w);
+    unmake(&m);
+    rg_deinit(&r);
+}
+
 TEST(schedule__every_piece_kept_is_given_up_once_and_in_a_later_loop)
 {
     static const koila__keep keeps[] = { { .horizon = UINT32_MAX, .cheap = true },
