@@ -411,6 +411,10 @@ static koila_status try_way(const koila__planning *q, const koila__way *base, co
     return KOILA_OK;
 }
 
+/* What is needed beyond what waits differs by so many-th parts of it; less where a call outside
+ * loops decides: the same is there beside it. */
+enum { GAP_PART = 4, GAP_PART_AT_CALL = 32 };
+
 /* May rung x fit, and is that likely? Bounds of several loops are weak, but what is needed beyond
  * what waits differs little between choices: those that were tried tell it. */
 static bool is_likely(const koila__planning *q, const rungs *r, const rung *x)
@@ -419,11 +423,11 @@ static bool is_likely(const koila__planning *q, const rungs *r, const rung *x)
     return !x->is_out && x->bound <= budget && r->gap <= budget && x->waiting <= budget - r->gap;
 }
 
-/* Rung x needs so much, and does not fit. Others may need a quarter less beyond what waits. */
-static void learn_gap(rungs *r, const rung *x, uint64_t needs)
+/* Rung x needs so much, and does not fit. Others may need a part of it less beyond what waits. */
+static void learn_gap(rungs *r, const rung *x, uint64_t needs, uint64_t part)
 {
     const uint64_t gap = needs > x->waiting ? needs - x->waiting : 0;
-    r->gap = gap - gap / 4 > r->gap ? gap - gap / 4 : r->gap;
+    r->gap = gap - gap / part > r->gap ? gap - gap / part : r->gap;
 }
 
 /* Is rung x one of those that are tried, as far as its bytes go? */
@@ -472,7 +476,7 @@ static koila_status try_rung(const koila__planning *q, const koila__way *base, r
         return KOILA_OK;
     KOILA_TRY(try_way(q, base, x, best, &needs));
     if (base->schedule.n_loops > 1 && needs > q->options->budget_bytes)
-        learn_gap(r, x, needs);
+        learn_gap(r, x, needs, GAP_PART);
     if (x->path && !best->accepted) {
         r->limit = x->bound - x->bound / r->part;
         r->part = r->part > 2 ? r->part / 2 : 2;
@@ -681,17 +685,36 @@ static koila_status make_rungs_along(const koila__planning *q, const koila__way 
     return KOILA_OK;
 }
 
-/* *best becomes `way` with the results of rung x dropped, which need *needs, if that is better. 0:
- * not known. */
+/* What came of a rung. */
+typedef struct outcome {
+    uint64_t needs; /* 0: not known */
+    bool is_better; /* than the best so far */
+    bool at_call;   /* it is scheduled, and a call outside loops needs that much */
+} outcome;
+
+/* Does a call outside loops run where w, which exceeds the budget, holds the most? */
+static bool peaks_at_call(const koila__planning *q, const koila__way *w)
+{
+    if (w->is_bound || w->peak <= q->options->budget_bytes)
+        return false;
+    const koila_node n = koila__way_peak_node(q, w);
+    return n != KOILA_NONE && !w->placed->node[n].in_loop;
+}
+
+/* *best becomes `way` with the results of rung x dropped, if that is better. */
 static koila_status try_along(koila__planning *q, const koila__way *way, rung *x, koila__way *best,
-                              bool *is_better, uint64_t *needs)
+                              outcome *out)
 {
     koila__way next = { 0 };
+    *out = (outcome){ 0 };
     KOILA_TRY(drop(q, way, x, &next));
-    *needs = next.placed ? next.peak : 0;
-    koila_assert(!next.placed || next.peak >= x->bound || next.peak > q->options->budget_bytes);
-    *is_better = next.placed && (!best->placed || koila__way_is_better(q, &next, best));
-    if (*is_better)
+    if (!next.placed)
+        return KOILA_OK;
+    koila_assert(next.peak >= x->bound || next.peak > q->options->budget_bytes);
+    *out = (outcome){ .needs = next.peak,
+                      .is_better = !best->placed || koila__way_is_better(q, &next, best),
+                      .at_call = peaks_at_call(q, &next) };
+    if (out->is_better)
         koila__way_swap(best, &next);
     koila__way_free(&next);
     return KOILA_OK;
@@ -724,32 +747,33 @@ static bool is_any_enough(const koila__planning *q, const koila__way *way, const
 
 /* *best becomes the rung of the least time, of those that are likely to fit. Where one fits, others
  * are tried until the time for planning is over and two in a row were no better, in a small step
- * all. Where none does, but nearly, the best one is tried with loops apart. */
+ * all. Where none does, but nearly, the best one is tried with loops apart, unless a call outside
+ * loops decides. */
 static koila_status climb_along(koila__planning *q, const koila__way *way, rungs *r,
                                 koila__way *best)
 {
     const bool is_small = koila__outline_n_makers(r->usual) <= KOILA_COST_SMALL_STEP;
     uint32_t n_in_a_row = 0;
-    bool is_better;
+    outcome came;
     rung *taken = NULL;
+    bool is_at_call = false; /* of the one taken */
     r->gap = koila__outline_results(r->usual);
     for (rung *x = next_along(q, r); x; x = next_along(q, r)) {
         const bool fits = best->placed && koila__way_fits(q, best);
         const bool is_late = !is_small && koila__is_spent(q->effort) && n_in_a_row >= 2;
-        uint64_t needs;
         if (is_any_enough(q, way, best) || (fits && is_late))
             break;
-        KOILA_TRY(try_along(q, way, x, best, &is_better, &needs));
-        if (needs > q->options->budget_bytes)
-            learn_gap(r, x, needs);
+        KOILA_TRY(try_along(q, way, x, best, &came));
+        if (came.needs > q->options->budget_bytes)
+            learn_gap(r, x, came.needs, came.at_call ? GAP_PART_AT_CALL : GAP_PART);
         leave_out_alike(r, x);
-        taken = is_better ? x : taken;
-        n_in_a_row = is_better ? 0 : n_in_a_row + 1;
+        taken = came.is_better ? x : taken;
+        is_at_call = came.is_better ? came.at_call : is_at_call;
+        n_in_a_row = came.is_better ? 0 : n_in_a_row + 1;
     }
-    if (taken && !koila__way_fits(q, best) && is_in_reach(q, best->peak)) {
-        uint64_t needs;
+    if (taken && !is_at_call && !koila__way_fits(q, best) && is_in_reach(q, best->peak)) {
         taken->how.apart = true;
-        KOILA_TRY(try_along(q, way, taken, best, &is_better, &needs));
+        KOILA_TRY(try_along(q, way, taken, best, &came));
     }
     return KOILA_OK;
 }
