@@ -138,8 +138,9 @@ typedef struct rungs {
     rung *at;
     uint32_t n;
     koila__outline *usual, *host;
-    uint64_t limit; /* choices of paths that are bound to need more are not tried */
-    uint64_t part;  /* of a bound, by which the next limit is lower */
+    bool in_any_case; /* they are made also where none fits, for their bounds */
+    uint64_t limit;   /* choices of paths that are bound to need more are not tried */
+    uint64_t part;    /* of a bound, by which the next limit is lower */
     /* what does not fit needs so much beyond what waits, as far as was tried */
     uint64_t gap;
     koila__effort *effort;
@@ -337,13 +338,15 @@ static koila_status make_rungs(const koila__planning *q, const koila__way *base,
                                    .n_loops = base->schedule.n_loops };
     KOILA_TRY(
         koila__outline_new(&r->usual, base->placed, base->targets, q->n_targets, at, &how, q->mem));
+    koila__spend(q->effort, KOILA_COST_NS_OUTLINE, r->n_nodes);
+    if (!r->in_any_case && koila__outline_floor(r->usual) > o->budget_bytes)
+        return KOILA_OK;
     for (size_t i = 0; i < KOILA_COUNT(ladder); i++) {
         koila__recompute x = ladder[i];
         x.at = at;
         add_rung(r, r->usual, x);
     }
-    koila__spend(q->effort, KOILA_COST_NS_OUTLINE + KOILA_COST_NS_CHOICE * KOILA_COUNT(ladder),
-                 r->n_nodes);
+    koila__spend(q->effort, KOILA_COST_NS_CHOICE * KOILA_COUNT(ladder), r->n_nodes);
     KOILA_TRY(add_choices(q, r, at));
     if (!(o->host_price > 0))
         return KOILA_OK;
@@ -495,20 +498,23 @@ static koila_status climb(const koila__planning *q, const koila__way *base, rung
 }
 
 /* Results of `base`, which is scheduled, are dropped; its forward pass ends with node `at`. *bound:
- * no choice of them needs less; 0: not known. *is_small: a step of few calls, in reach of the
- * budget. */
+ * no choice of them needs less; 0: not known. NULL: it is not asked. *is_small: a step of few
+ * calls, in reach of the budget. */
 static koila_status drop_up_to(const koila__planning *q, const koila__way *base, koila_node at,
                                koila__way *best, uint64_t *bound, bool *is_small)
 {
     const uint64_t budget = q->options->budget_bytes;
     rungs r = { .n = 0 };
     koila_status status = rungs_room(q, base, &r);
+    r.in_any_case = bound || q->options->host_price > 0;
     if (status == KOILA_OK)
         status = make_rungs(q, base, at, &r);
     if (status == KOILA_OK) {
-        *bound = r.n ? least_of(&r) : 0;
+        const uint64_t least = r.n ? least_of(&r) : 0;
+        if (bound)
+            *bound = least;
         *is_small = koila__outline_n_makers(r.usual) <= KOILA_COST_SMALL_STEP &&
-                    !koila__outline_is_hopeless(r.usual, *bound, budget);
+                    !koila__outline_is_hopeless(r.usual, least, budget);
         status = climb(q, base, &r, best);
     }
     free_rungs(&r);
@@ -563,15 +569,15 @@ static koila_status drop_of(const koila__planning *q, const koila__way *base, ko
 {
     const koila_node highest = koila__way_peak_node(q, base);
     koila_node turns[2];
-    uint64_t other;
     bool is_small;
-    *bound = 0;
+    if (bound)
+        *bound = 0;
     if (highest == KOILA_NONE)
         return KOILA_OK;
     KOILA_TRY(drop_up_to(q, base, highest, best, bound, &is_small));
     const uint32_t n = is_small ? other_turns(q, base, highest, turns) : 0;
     for (uint32_t i = 0; i < n; i++)
-        KOILA_TRY(drop_up_to(q, base, turns[i], best, &other, &is_small));
+        KOILA_TRY(drop_up_to(q, base, turns[i], best, NULL, &is_small));
     return KOILA_OK;
 }
 
@@ -580,8 +586,7 @@ koila_status koila__drop_whole(koila__planning *q, koila__way *best)
 {
     const koila__way *whole;
     KOILA_TRY(koila__way_whole(q, &whole));
-    uint64_t bound;
-    return drop_of(q, whole, best, &bound);
+    return drop_of(q, whole, best, NULL);
 }
 
 /* The step in the most slices, of few loops, with results dropped. */
@@ -589,7 +594,6 @@ koila_status koila__drop_in_slices(const koila__planning *q, koila__way *best)
 {
     const bool is_plan = q->plain && q->plain == q->plan->placed && !q->plan->info.n_inner;
     koila__way base = { 0 };
-    uint64_t bound;
     KOILA_TRY(koila__way_room(q, &base));
     if (q->options->rows > 0)
         koila__rows_as_forced(q->graph, q->options, base.rows);
@@ -599,7 +603,7 @@ koila_status koila__drop_in_slices(const koila__planning *q, koila__way *best)
         base.placed = q->plan->placed;
         base.schedule = q->plan->schedule;
         base.targets = q->plan->targets;
-        return drop_of(q, &base, best, &bound);
+        return drop_of(q, &base, best, NULL);
     }
     KOILA_TRY(koila__way_place(q, koila__place, base.targets, &base.placed));
     koila_status status = koila__way_keep_all(q, &base);
@@ -608,7 +612,7 @@ koila_status koila__drop_in_slices(const koila__planning *q, koila__way *best)
         return status;
     }
     if (base.schedule.n_loops <= MOST_LOOPS_RECOMPUTED)
-        status = drop_of(q, &base, best, &bound);
+        status = drop_of(q, &base, best, NULL);
     koila__way_free(&base);
     return status;
 }
@@ -676,12 +680,14 @@ static koila_status make_rungs_along(const koila__planning *q, const koila__way 
     how.rows = one;
     KOILA_TRY(
         koila__outline_new(&r->usual, way->placed, way->targets, q->n_targets, x.at, &how, q->mem));
+    koila__spend(q->effort, KOILA_COST_NS_OUTLINE, r->n_nodes);
+    if (koila__outline_floor(r->usual) > q->options->budget_bytes)
+        return KOILA_OK;
     for (size_t i = 0; i < KOILA_COUNT(n_segments); i++) {
         x.n_segments = n_segments[i];
         add_rung(r, r->usual, x);
     }
-    koila__spend(q->effort, KOILA_COST_NS_OUTLINE + KOILA_COST_NS_CHOICE * KOILA_COUNT(n_segments),
-                 r->n_nodes);
+    koila__spend(q->effort, KOILA_COST_NS_CHOICE * KOILA_COUNT(n_segments), r->n_nodes);
     return KOILA_OK;
 }
 

@@ -75,6 +75,8 @@ bool *koila__outline_spared(koila__outline *o);
  * others is dropped, and so is what these need. False: nothing is. */
 bool koila__outline_choose_makers(koila__outline *o);
 
+/* Bytes that are there at some moment whatever is chosen: no bound is lower. */
+uint64_t koila__outline_floor(const koila__outline *o);
 /* Of what was chosen last: a lower bound of the peak of its schedule, in the options' rows. */
 uint64_t koila__outline_bound(koila__outline *o);
 /* Is that no more than n_bytes? */

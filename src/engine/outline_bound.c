@@ -372,6 +372,18 @@ uint64_t koila__outline_bound(koila__outline *o)
     return walk(o, (moments){ .limit = UINT64_MAX }).peak;
 }
 
+uint64_t koila__outline_floor(const koila__outline *o)
+{
+    uint64_t now = o->collected, peak = now;
+    for (koila_node n = 0; n < o->n_nodes; n++) {
+        now += o->rise0[n];
+        if (now > peak + o->sum_bytes[n]) /* a term of that size may end */
+            peak = now - o->sum_bytes[n];
+        now -= o->fall0[n];
+    }
+    return peak;
+}
+
 bool koila__outline_may_fit(koila__outline *o, uint64_t n_bytes)
 {
     return walk(o, (moments){ .limit = n_bytes }).peak <= n_bytes;
