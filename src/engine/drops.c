@@ -693,16 +693,20 @@ static koila_status make_rungs_along(const koila__planning *q, const koila__way 
 
 /* What came of a rung. */
 typedef struct outcome {
-    uint64_t needs; /* 0: not known */
-    bool is_better; /* than the best so far */
-    bool at_call;   /* it is scheduled, and a call outside loops needs that much */
+    uint64_t needs;    /* 0: not known */
+    uint64_t of_calls; /* koila__way.of_calls, where it is not scheduled */
+    bool is_better;    /* than the best so far */
+    bool at_call;      /* calls outside loops need too much, beside what waits */
 } outcome;
 
-/* Does a call outside loops run where w, which exceeds the budget, holds the most? */
-static bool peaks_at_call(const koila__planning *q, const koila__way *w)
+/* Do calls outside loops need too much in w, which is rung x? As far as that is known. */
+static bool is_over_at_call(const koila__planning *q, const rung *x, const koila__way *w)
 {
-    if (w->is_bound || w->peak <= q->options->budget_bytes)
+    const uint64_t budget = q->options->budget_bytes;
+    if (w->peak <= budget)
         return false;
+    if (w->is_bound)
+        return w->of_calls && w->of_calls + x->waiting > budget;
     const koila_node n = koila__way_peak_node(q, w);
     return n != KOILA_NONE && !w->placed->node[n].in_loop;
 }
@@ -718,8 +722,9 @@ static koila_status try_along(koila__planning *q, const koila__way *way, rung *x
         return KOILA_OK;
     koila_assert(next.peak >= x->bound || next.peak > q->options->budget_bytes);
     *out = (outcome){ .needs = next.peak,
+                      .of_calls = next.is_bound ? next.of_calls : 0,
                       .is_better = !best->placed || koila__way_is_better(q, &next, best),
-                      .at_call = peaks_at_call(q, &next) };
+                      .at_call = is_over_at_call(q, x, &next) };
     if (out->is_better)
         koila__way_swap(best, &next);
     koila__way_free(&next);
@@ -734,6 +739,14 @@ static rung *next_along(const koila__planning *q, rungs *r)
         if (is_likely(q, r, &r->at[i]))
             return &r->at[i];
     return NULL;
+}
+
+/* Rung x does not fit. What calls outside loops hold alone is the same whatever is dropped. */
+static void learn_from(rungs *r, const rung *x, const outcome *came)
+{
+    const bool is_sharp = came->at_call && !came->of_calls; /* it is scheduled */
+    learn_gap(r, x, came->needs, is_sharp ? GAP_PART_AT_CALL : GAP_PART);
+    r->gap = came->of_calls > r->gap ? came->of_calls : r->gap;
 }
 
 /* Other numbers of segments may drop the same: they are not tried too. */
@@ -771,7 +784,7 @@ static koila_status climb_along(koila__planning *q, const koila__way *way, rungs
             break;
         KOILA_TRY(try_along(q, way, x, best, &came));
         if (came.needs > q->options->budget_bytes)
-            learn_gap(r, x, came.needs, came.at_call ? GAP_PART_AT_CALL : GAP_PART);
+            learn_from(r, x, &came);
         leave_out_alike(r, x);
         taken = came.is_better ? x : taken;
         is_at_call = came.is_better ? came.at_call : is_at_call;

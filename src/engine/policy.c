@@ -152,11 +152,19 @@ static uint64_t kept_bytes(const koila__scheduler *w, koila_value v)
     return w->aliases[n] || sig_of(w, n)->n_writes ? 0 : koila__value_meta(w->g, v)->n_bytes;
 }
 
-/* So much is held at some moment of the policy. */
-static void note_held(koila__scheduler *w, uint64_t n_bytes)
+/* So much is held at some moment of the policy, of it so much by calls outside loops alone. */
+static void note_held(koila__scheduler *w, uint64_t n_bytes, uint64_t of_calls)
 {
-    if (n_bytes > w->work_kept.n_bytes)
-        w->work_kept.n_bytes = n_bytes;
+    if (n_bytes <= w->work_kept.n_bytes)
+        return;
+    w->work_kept.n_bytes = n_bytes;
+    w->work_kept.of_calls = of_calls;
+}
+
+/* The calls before loop j run; `now` is what the loop before it leaves. */
+static void note_calls(koila__scheduler *w, uint32_t j, uint64_t now)
+{
+    note_held(w, now - w->ending[j] + w->call_peak[j], w->call_peak[j]);
 }
 
 /* v is kept after loop j. */
@@ -206,7 +214,7 @@ static void work_of_loop(koila__scheduler *w, uint32_t j, double *work, uint64_t
         /* a piece's storage may become the whole value */
         if (w->is_result[v] && w->use[v] == KOILA_NONE && !koila__adds_on(w->p, v))
             *n_held += koila__value_meta(w->g, v)->n_bytes;
-    note_held(w, *n_held);
+    note_held(w, *n_held, 0);
     w->held_change[j] += *n_held - held_before;
 }
 
@@ -236,11 +244,11 @@ static void count_whole(koila__scheduler *w)
             w->ending[x->end] += x->n_bytes;
     }
     for (uint32_t j = 0; j < w->n_loops; j++) {
-        note_held(w, now - w->ending[j] + w->call_peak[j]); /* calls before the loop */
+        note_calls(w, j, now);
         now += change[j];
-        note_held(w, now);
+        note_held(w, now, 0);
     }
-    note_held(w, now - w->ending[w->n_loops] + w->call_peak[w->n_loops]);
+    note_calls(w, w->n_loops, now);
 }
 
 double koila__schedule_work(koila__scheduler *w, koila__keep keep)

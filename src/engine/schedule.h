@@ -108,6 +108,9 @@ typedef struct koila__kept {
     /* a lower bound, for any number of slices, of the bytes in kept values, results and whole
      * values at one moment: no schedule of the policy has a lower peak */
     uint64_t n_bytes;
+    /* of these, what calls outside loops hold for each other, whatever is kept; 0: they do not run
+     * at that moment */
+    uint64_t of_calls;
 } koila__kept;
 koila__kept koila__scheduler_kept(const koila__scheduler *w);
 /* On success *out is filled: koila__schedule_deinit(). Expected: NO_MEMORY; UNSUPPORTED when the

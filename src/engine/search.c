@@ -232,6 +232,7 @@ static koila_status take_bound(search *x)
         return KOILA_UNSUPPORTED;
     set_rows(x, x->batch);
     x->found.is_bound = true;
+    x->found.of_calls = least->kept.of_calls;
     x->found.keep = least->keep;
     x->found.peak = least->at_least;
     x->found.schedule = (koila__schedule){ .n_loops = koila__scheduler_n_loops(x->scheduler) };

@@ -18,6 +18,7 @@ typedef struct koila__way {
     uint64_t bound; /* no policy that was tried needs less; 0: not known */
     /* it does not fit and is not scheduled: `peak` is its bound, which is that of `keep` */
     bool is_bound;
+    uint64_t of_calls; /* koila__kept.of_calls of that */
     koila__keep keep;
 } koila__way;
 

@@ -335,6 +335,7 @@ TEST(schedule__what_calls_between_two_loops_hold_is_known_before_it_is_scheduled
     CHECK_EQ(koila__scheduler_n_loops(w), 2);
     (void)koila__schedule_work(w, keep);
     CHECK_EQ(koila__scheduler_kept(w).n_bytes, 3 * 8 * 1000 * 4); /* a, b and c */
+    CHECK_EQ(koila__scheduler_kept(w).of_calls, 3 * 8 * 1000 * 4);
     CHECK_EQ(
         koila__live_simulate(m.p, &m.s, &(koila__live_options){ .rows = &one }, NULL, NULL, NULL)
             .peak_bytes,
@@ -574,6 +575,7 @@ TEST(schedule__a_scheduler_used_again_makes_what_a_fresh_one_makes_and_knows_the
                                          NULL, NULL)
                         .peak_bytes;
                 CHECK(kept.n_bytes <= peak && koila__scheduler_results_bytes(w) <= peak);
+                CHECK(kept.of_calls <= kept.n_bytes);
                 n_tight += peak > 0 && koila__scheduler_results_bytes(w) == peak;
                 n_close += koila__scheduler_n_loops(w) > 1 && kept.n_bytes > peak / 4 * 3;
             }
