@@ -777,6 +777,8 @@ static koila_status climb_along(koila__planning *q, const koila__way *way, rungs
     rung *taken = NULL;
     bool is_at_call = false; /* of the one taken */
     r->gap = koila__outline_results(r->usual);
+    if (!is_small && way->is_bound && way->of_calls > r->gap) /* nearly the same with less kept */
+        r->gap = way->of_calls;
     for (rung *x = next_along(q, r); x; x = next_along(q, r)) {
         const bool fits = best->placed && koila__way_fits(q, best);
         const bool is_late = !is_small && koila__is_spent(q->effort) && n_in_a_row >= 2;
