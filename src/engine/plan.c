@@ -8,11 +8,12 @@
  *
  * If no number of rows fits, results of the forward pass are dropped (src/engine/drops.c), or each
  * row becomes a step of its own, which is planned alike (src/engine/both.c): where the rows need
- * several loops. Other axes of the batch (src/engine/axes.c) are tried too, where the caller allows
- * it: the likeliest first, each placed once, with gathered values sliced again. If nothing fits,
- * results are dropped along those as well. Of all that fits the least time is taken; but once
- * planning has taken long (src/engine/effort.h), what fits in little time is not compared with
- * more.
+ * several loops. Before such a row is cut along other axes, which takes the most time, all rows are
+ * tried with results dropped (koila__rival). Other axes of the batch (src/engine/axes.c) are tried
+ * too, where the caller allows it: the likeliest first, each placed once, with gathered values
+ * sliced again. If nothing fits, results are dropped along those as well. Of all that fits the
+ * least time is taken; but once planning has taken long (src/engine/effort.h), what fits in little
+ * time is not compared with more.
  *
  * A way that is bound to need more than the budget is not made. Where nothing fits, the error tells
  * the least that was made all the same; the least there is takes plans within larger budgets
