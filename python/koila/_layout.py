@@ -169,10 +169,28 @@ def _change_base(write: Callable[..., Any], self: LazyTensor, args: Any, kwargs:
     ):
         return write(self, *args, **kwargs)  # raises
     _change(write, self, args, kwargs)
-    with torch.enable_grad():
-        for v in views:
-            torch._C._swap_tensor_impl(v, self.as_strided(v.size(), v.stride(), v.storage_offset()))
+    for v in views:
+        torch._C._swap_tensor_impl(v, view_by_memory(self, v))
     return self
+
+
+def view_by_memory(base: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """The memory that `view` looks at, as a view of `base`, whose layout has just been written. If
+    `base` got a gradient function and nobody has looked at `view` since, torch takes `view` for a
+    leaf and refuses to write it, until somebody looks; so it does with the new view then."""
+    place = view.size(), view.stride(), view.storage_offset()
+    if not (base.requires_grad and aten.is_leaf(view)):  # the attribute `is_leaf` is a look
+        with torch.enable_grad():
+            return base.as_strided(*place)
+    autograd, version = torch._C._autograd, base._version
+    autograd._unsafe_set_version_counter((base,), (version - 1,))
+    try:
+        with torch.no_grad():
+            made = base.as_strided(*place)
+    finally:
+        autograd._unsafe_set_version_counter((base,), (version,))
+    autograd._set_creation_meta(made, autograd.CreationMeta.DEFAULT)
+    return made
 
 
 def _change(write: Callable[..., Any], self: LazyTensor, args: Any, kwargs: Any) -> Any:
