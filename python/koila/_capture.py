@@ -37,8 +37,10 @@ from ._run import PSEUDO
 from ._settled import alias_of, on_settled, settled_views
 from ._shapes import (
     check_apart,
+    check_apart_from_itself,
     check_elements_apart,
     check_overlap,
+    check_plain_views,
     check_shared,
     check_strided,
     factory,
@@ -53,8 +55,10 @@ __all__ = [
     "UnsupportedError",
     "alias_of",
     "check_apart",
+    "check_apart_from_itself",
     "check_elements_apart",
     "check_overlap",
+    "check_plain_views",
     "check_shared",
     "check_strided",
     "clone_exactly",
@@ -62,6 +66,7 @@ __all__ = [
     "enter_modes",
     "factory",
     "in_order",
+    "inference_as",
     "install",
     "is_dense",
     "on_settled",
@@ -138,12 +143,13 @@ def set_torch(dtype: torch.dtype, deterministic: int) -> None:
     torch._C._set_deterministic_algorithms(deterministic > 0, warn_only=deterministic == 2)
 
 
-def leave_inference(like: torch.Tensor) -> Any:
-    """A context outside inference mode, not yet entered, to wrap a view of a normal tensor, which
-    is a normal tensor too; None if there is nothing to leave."""
-    if like.is_inference() or not torch.is_inference_mode_enabled():
+def inference_as(like: torch.Tensor) -> Any:
+    """A context, not yet entered, to wrap a view of `like`: outside inference mode for a normal
+    tensor, whose views are normal too, and inside for an inference tensor. None: it is so here."""
+    inside = like.is_inference()
+    if inside == torch.is_inference_mode_enabled():
         return None
-    return torch._C._InferenceMode(False)
+    return torch._C._InferenceMode(inside)
 
 
 def raise_stale(real: torch.Tensor, meta: tuple[Any, ...], then: int, now: int) -> None:

@@ -92,7 +92,16 @@ def _install() -> None:
         if not _core.is_lazy(t1):
             _keep_leaves(t1)
             _keep_leaves(t2)
-        swap(t1, t2)
+        both: tuple[Any, Any] = t1, t2
+        handles: list[tuple[Any, Any]] = [
+            (t, getattr(t, "_v")) for t in both if isinstance(t, LazyTensor)
+        ]
+        try:
+            swap(t1, t2)
+        except BaseException:  # torch may have exchanged attributes before it refused
+            for t, handle in handles:
+                t._v = handle
+            raise
         _core.rewrap(t1)
         _core.rewrap(t2)
 
@@ -299,10 +308,16 @@ def _uncounted_writes() -> None:
 
 
 def _set_lazy_data(self: LazyTensor, value: torch.Tensor) -> None:
-    if _core.is_lazy(value):
-        other = _core.record(aten.alias.default, (value.detach(),), {})
-    else:
-        _core.tape_open()
-        other = _core.lazy_leaf(value.detach(), None, 0)
+    if self._is_view() and self.requires_grad:
+        raise UnsupportedError(
+            "x.data = y of a lazy view that requires grad: its gradient would go on through the "
+            "view. Set the data of a detach() of it, or write it with copy_()"
+        )
+    with torch.inference_mode(value.is_inference()):
+        if _core.is_lazy(value):
+            other = _core.record(aten.alias.default, (value.detach(),), {})
+        else:
+            _core.tape_open()
+            other = _core.lazy_leaf(value.detach(), None, 0)
     set_data(self, other)
     _core.become(self, other)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._torch import torch
+from ._torch import counting_writes, torch
 from ._errors import UnsupportedError
 from ._settled import count_write
 
@@ -23,6 +23,8 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one ordinary operator per tensor, like the kernel without a fast path. Then count the
     versions, which torch does not do for tensors in a list."""
     name = func._schema.name.removeprefix("aten::_foreach_")
+    if name.endswith("_") and any(t.is_inference() for t in args[0]):
+        _write_inference()
     results = []
     for i in range(len(args[0])):
         one = [
@@ -35,6 +37,16 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count_write(args[0])
         return None
     return results
+
+
+def _write_inference() -> None:
+    """Raises what torch raises where an inference tensor must not be written."""
+    inside = torch.is_inference_mode_enabled()
+    with torch.inference_mode():
+        none = torch.empty(0, device="cpu")
+    if not inside:
+        with counting_writes():
+            none.zero_()
 
 
 def _on_one(func: Any, name: str, i: int, one: list[Any], kwargs: dict[str, Any]) -> Any:

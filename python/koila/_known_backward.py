@@ -56,16 +56,17 @@ def nothing_around() -> bool:
     )
 
 
-def _see_saved_hooks() -> None:
+def _see_what_is_saved() -> None:
     """Tell C of functions that pack what autograd saves (`saved_tensors_hooks`, which checkpoints
-    use too, and hooks of one saved tensor): a backward calls them, and its graph does not show
-    them."""
+    use too, and hooks of one saved tensor), and of versions that are counted without a write: a
+    backward calls or compares them, and its graph does not show them."""
     autograd: Any = torch._C._autograd
     push, pop = (
         autograd._push_saved_tensors_default_hooks,
         autograd._pop_saved_tensors_default_hooks,
     )
     register = autograd.SavedTensor.register_hooks
+    increment: Any = torch._C._increment_version
 
     def pushed(*hooks: Any) -> Any:
         _core.saved_hooks(True)
@@ -80,6 +81,12 @@ def _see_saved_hooks() -> None:
         _core.saved_hooks(False)
         return register(saved, *hooks)
 
+    def incremented(tensors: Any) -> None:
+        _core.saved_hooks(True)
+        _core.saved_hooks(False)
+        increment(tensors)
+
+    torch._C._increment_version = incremented
     autograd._push_saved_tensors_default_hooks = pushed
     autograd._pop_saved_tensors_default_hooks = popped
     _core.replace_method(autograd.SavedTensor, "register_hooks", registered)
@@ -120,6 +127,6 @@ def install() -> None:
     try:
         _understood = _learn()
         if _understood:
-            _see_saved_hooks()
+            _see_what_is_saved()
     except Exception:  # another torch
         _understood = False

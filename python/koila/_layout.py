@@ -13,9 +13,9 @@ from ._torch import second_owner_adds_reference, set_data, torch, use_count
 from . import _core
 from ._calls import redispatch
 from ._errors import UnsupportedError
-from ._shapes import layout_of, real_error, shared_places
+from ._shapes import check_plain_views, layout_of, real_error, shared_places
 from ._special import special
-from ._tensor import LazyTensor
+from ._tensor import LazyTensor, plain
 
 aten = torch.ops.aten
 
@@ -85,6 +85,15 @@ def metadata_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             f"{func} on a lazy tensor that shares memory with a view or an alias of it. Use the "
             "version without underscore"
         )
+    if not _core.is_lazy(twin):  # the step has run, and with it what `self` stands for
+        if n > 1:
+            raise UnsupportedError(
+                f"{func} on a lazy tensor of a step that has run, whose memory others share. Use "
+                "the version without underscore"
+            )
+        check_plain_views(func, plain(self), 3)
+        _core.tape_open()
+        twin = _core.lazy_leaf(twin.detach(), None, 0)
     if name == "aten::as_strided_":  # adaptive pooling calls it on its fresh result
         set_data(self, twin)
     else:

@@ -12,6 +12,7 @@ from . import _core
 from ._budget import budget
 from ._calls import redispatch, run_on_reals, write_real
 from ._errors import UnsupportedError
+from ._shapes import real_error
 from ._special import special
 
 aten = torch.ops.aten
@@ -39,6 +40,8 @@ def random_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         # koila.plan(): nothing will be drawn, so no generator moves, and any device will do
         return _core.record(func, args, {k: v for k, v in kwargs.items() if k != "generator"})
     kwargs = dict(kwargs)
+    if 0 in self.stride():  # elements that share memory: eager refuses before it draws
+        real_error(func, args, kwargs)
     given, default = kwargs.pop("generator", None), default_generator(self.device)
     generator = default if given is None else given
     words = _words(func, self.dtype, args[1:], kwargs) if self.device.type == "cpu" else 0

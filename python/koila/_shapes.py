@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ._torch import torch
+from ._torch import torch, untyped_storage
 from . import _core
 from ._calls import is_dense, lazies_of, map_call, tensors_of, value_dependent, which_written
 from ._errors import UnsupportedError
@@ -160,6 +160,7 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         except Exception as e:
             raise e.with_traceback(None) from None
     written = _numbers_of_written(func, args, kwargs)
+    _type_error(func, args, kwargs, written)
     instead = _instead_of_write(func, args, kwargs, fakes, written)
     if instead is not None:
         return instead
@@ -493,6 +494,34 @@ def _dtype_error(func: Any, args: Any, kwargs: Any) -> None:
             raise e.with_traceback(None) from None
 
 
+# Of a kernel's errors, those that tell of types.
+_OF_TYPES = ("can't be cast to", "not implemented for", "not supported for")
+
+
+def _type_error(func: Any, args: Any, kwargs: Any, written: list[int]) -> None:
+    """Shape functions let an elementwise operator write a tensor of whole numbers, or of real ones,
+    with what it cannot hold: a few elements are tried."""
+    tensors = tensors_of(args, kwargs)
+    usual = all(tensors[i].dtype.is_floating_point for i in written)
+    if (
+        not written
+        or (usual and not any(t.is_complex() for t in tensors))
+        or not (torch.Tag.pointwise in func.tags and _harmless(func))
+        or torch.Tag.nondeterministic_seeded in func.tags
+    ):
+        return
+    a, k = map_call(
+        lambda t: torch.ones([min(s, 2) for s in t.size()], dtype=t.dtype, device=t.device),
+        args,
+        kwargs,
+    )
+    try:
+        func(*a, **k)
+    except Exception as e:
+        if any(text in str(e) for text in _OF_TYPES):
+            raise e.with_traceback(None) from None
+
+
 _ALIKE = frozenset(
     "linear matmul mm bmm addmm addbmm baddbmm mv addmv dot vdot ger addr convolution conv1d "
     "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d complex"
@@ -628,6 +657,32 @@ def check_shared(func: Any, written: torch.Tensor, other: torch.Tensor) -> None:
             f"{func} writes elements of a lazy tensor that another argument, which shares its "
             "memory, reads: the result depends on the order. "
             "Use .clone() of that argument"
+        )
+
+
+def check_apart_from_itself(func: Any, x: torch.Tensor) -> None:
+    """Refuse `x.add_(x)` where elements of x lie on each other (windows by `unfold`): eager reads
+    some that it has just written. A copy of itself is nothing."""
+    if func is aten.copy_.default:
+        return
+    reach = 0
+    for stride, size in sorted((d, s) for s, d in zip(x.size(), x.stride()) if s != 1):
+        if stride <= reach:
+            raise UnsupportedError(
+                f"{func} reads and writes a lazy tensor of which several elements are one element "
+                "of memory: the result depends on the order. Use .clone() of what it reads"
+            )
+        reach += (size - 1) * stride
+
+
+def check_plain_views(func: Any, real: torch.Tensor, own: int = 2) -> None:
+    """Refuse a write of a lazy tensor whose step has run, `real` is what it was, where plain views
+    of that live: they would not see the write. own: who else holds that memory, with `real` and the
+    object that asks."""
+    if torch._C._storage_Use_Count(untyped_storage(real)._cdata) > own:
+        raise UnsupportedError(
+            f"{func} writes a lazy tensor whose step has run, and a view of it, which is plain, "
+            "would not see that. Write x.torch() instead, or a clone()"
         )
 
 

@@ -6,10 +6,11 @@ The long ones have modules of their own: `_index.py`, `_layout.py`, `_batch_norm
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from collections.abc import Callable
 
-from ._torch import torch
+from ._torch import counting_writes, torch
 from . import _core
 from ._calls import run_on_reals, tensors_of, write_now
 from ._errors import UnsupportedError
@@ -100,5 +101,14 @@ def _resize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result = func.decompose(*args, **kwargs)
+    with _counting_versions(args):
+        result = func.decompose(*args, **kwargs)
     return _core.record(func, args, kwargs) if result is NotImplemented else result
+
+
+def _counting_versions(args: tuple[Any, ...]) -> Any:
+    """In inference mode, and for inference tensors, a composite operator comes here whole, and its
+    parts count the versions of what they write, or refuse it, only in here."""
+    if torch.is_inference_mode_enabled() or any(t.is_inference() for t in tensors_of(args, {})):
+        return counting_writes()
+    return contextlib.nullcontext()

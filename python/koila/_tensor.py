@@ -61,7 +61,7 @@ class LazyTensor(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         _core.settle(self)
-        if self.requires_grad and not force:
+        if self.requires_grad and not force and torch.is_grad_enabled():
             raise RuntimeError(
                 "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() "
                 "instead."
@@ -73,7 +73,7 @@ class LazyTensor(torch.Tensor):
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         _core.settle(self)
-        if self.requires_grad:
+        if self.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() "
                 "instead."
@@ -106,10 +106,7 @@ class LazyTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if not self.is_leaf:
-            raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
-                "protocol at the moment. Use x.detach() first"
-            )
+            super().__deepcopy__(memo)  # type: ignore[no-untyped-call] # raises as eager does
         return copy.deepcopy(_with_grad_flag(self), memo)
 
     def __dlpack__(self, **kwargs: Any) -> Any:
@@ -168,7 +165,8 @@ class LazyTensor(torch.Tensor):
     _typed_storage = storage
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        if requires_grad and self.is_leaf:  # a plain leaf gets a plain .grad
+        # a plain leaf gets a plain .grad; the attribute `is_leaf` is a look, see _layout.py
+        if requires_grad and torch.ops.aten.is_leaf(self):
             _core.settle(self)
         return torch._C.TensorBase.requires_grad_(self, requires_grad)
 

@@ -161,6 +161,13 @@ def view_flags() -> AbstractContextManager[Any]:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), rest)
 
 
+def counting_writes() -> AbstractContextManager[Any]:
+    """A context, not yet entered, in which writes count versions, and are refused to inference
+    tensors, inside `__torch_dispatch__` too."""
+    rest = _excluded().remove(torch._C.DispatchKey.ADInplaceOrView)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), rest)
+
+
 class BelowAutograd:
     """Where recorded operators run: below autograd, with conjugate and negative views resolved, and
     under the guards that `more` make. Holds from construction until the object dies, both of which

@@ -20,6 +20,7 @@ void koila__group_written(koila__group *g, koila_value v)
     koila_assert(v < koila_graph_n_values(g->tape->graph));
     g->cur = v;
     g->gen++;
+    g->has_plain_views = false;
     for (koila__handle *h = g->with_value, *next; h; h = next) {
         next = h->next_with_value; /* the base's come to the front again */
         koila__handle_set_value(h, h->chain ? KOILA_NONE : v);
@@ -138,6 +139,7 @@ static int move_group(koila__group *g, koila__tape *to, PyObject *real, koila_me
         koila__group_is_factory(fresh, g->no_lazy_data);
     fresh->begins_within = g->begins_within;
     fresh->given_at = g->given_at;
+    fresh->has_plain_views = g->has_plain_views;
     fresh->gen = g->gen + 1; /* invalidates the memos of all links */
     g->refs++;
     /* from the lists of the old tape to those of the new one */

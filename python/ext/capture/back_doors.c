@@ -115,6 +115,8 @@ PyObject *koila__py_written(PyObject *module, PyObject *args)
 PyObject *koila__py_data_of(PyObject *module, PyObject *tensor)
 {
     PyObject *data = koila__data_of(tensor);
+    if (data && koila__is_lazy(data))
+        koila__handle_of(data)->is_data = true;
     if (!data || koila__is_lazy(data) || !koila__is_tensor(data))
         return data;
     if (handed_out(tensor, data, true, true) < 0)

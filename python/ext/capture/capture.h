@@ -31,6 +31,7 @@ typedef struct koila__chain {
 
 typedef struct koila__group {
     uint32_t refs;     /* handles */
+    uint32_t n_bases;  /* those of them that are no views */
     uint32_t gen;      /* number of writes and of moves to another tape */
     koila__tape *tape; /* owned */
     koila_value cur;
@@ -39,7 +40,8 @@ typedef struct koila__group {
     bool factory;
     /* `factory` is set, and nothing lazy was written into it yet */
     bool no_lazy_data;
-    bool begins_within; /* the base is a leaf that begins in the middle of its memory */
+    bool begins_within;   /* the base is a leaf that begins in the middle of its memory */
+    bool has_plain_views; /* made when it was concrete; perhaps they are gone */
     /* where the memory begins of the tensor that lazy() was given as the base; 0: another base, or
      * not known */
     uint64_t given_at;
@@ -60,7 +62,9 @@ typedef struct koila__handle {
     /* borrowed: the LazyTensor whose slot holds this. Once settled (group NULL): the plain tensor,
      * owned */
     PyObject *wrapper;
-    bool is_unheld; /* no variable of the user reaches the wrapper: it is not saved for one */
+    bool is_unheld;    /* no variable of the user reaches the wrapper: it is not saved for one */
+    bool is_inference; /* the wrapper is an inference tensor, and so are its views */
+    bool is_data;      /* x.data, or a view of it: a write counts no version of x */
     struct koila__handle *next_in_tape, *prev_in_tape;
     struct koila__handle *next_in_group, *prev_in_group;
     struct koila__handle *next_with_value, *prev_with_value; /* while it has one, in the group */

@@ -589,6 +589,8 @@ static PyObject *py_replace_leaf(PyObject *module, PyObject *args)
     for (uint32_t i = 0; i < t->n_leaf_slots; i++)
         if (t->leaves[i].real && t->leaves[i].value == v)
             t->leaves[i].version = UINT32_MAX;
+    /* what autograd saved was written, of which torch's own backward tells */
+    t->odd_backward = true;
     Py_INCREF(real);
     koila__tape_set_real(t, v, real);
     Py_RETURN_NONE;

@@ -71,6 +71,7 @@ void koila__handle_attach(koila__handle *h, koila__group *g, koila__chain *c, ko
     h->meta = meta;
     h->offset = offset;
     koila_assert(!g->handles || (g->handles->group == g && !g->handles->prev_in_group));
+    g->n_bases += !c;
     h->prev_in_group = NULL;
     h->next_in_group = g->handles;
     if (g->handles)
@@ -118,6 +119,7 @@ koila__group *koila__handle_detach(koila__handle *h)
     koila_assert(g->refs > 0 && t->n_handles > 0 && koila__n_handles >= t->n_handles);
     unlink_value(h);
     leave_group(h);
+    g->n_bases -= !h->chain;
     if (h->prev_in_tape)
         h->prev_in_tape->next_in_tape = h->next_in_tape;
     else

@@ -96,6 +96,8 @@ PyObject *koila__wrapper_new(koila__group *g, koila__chain *c, koila_value v, ko
     PyObject_Init((PyObject *)h, &koila__handle_type);
     h->wrapper = w;
     h->is_unheld = false;
+    h->is_inference = koila__maybe_inference();
+    h->is_data = false;
     koila__handle_attach(h, g, c, v, meta, offset);
     *(koila__handle **)((char *)w + koila__slot) = h;
     return w;

@@ -27,12 +27,13 @@ static bool is_batch_leaf(const koila__handle *h)
 static place choose_among(const call_walk *w, koila__tape *one, bool mixed, koila__tape **to)
 {
     koila__tape *open = koila__tape_open();
-    bool any_open = false, any_batch = false, concrete = true;
+    bool any_open = false, any_batch = false, concrete = true, baseless = false;
     for (uint32_t i = 0; i < w->n_in; i++) {
         koila__handle *h = w->in[i].h;
         if (!h)
             continue;
         any_open |= h->group->tape == open;
+        baseless |= w->in[i].written && !h->group->tape->values[h->group->cur].real;
         any_batch |= is_batch_leaf(h);
         const koila_value v = koila__value_of(h);
         if (v == KOILA_NONE)
@@ -43,8 +44,8 @@ static place choose_among(const call_walk *w, koila__tape *one, bool mixed, koil
         *to = open;
     else if (!any_batch && !w->n_written && (concrete || mixed))
         return ON_REALS;
-    else if (!any_batch && !mixed)
-        *to = one;
+    else if (!any_batch && !mixed && !(baseless && concrete))
+        *to = one; /* not where the base of a written view has no value: the view leaves it */
     else
         *to = koila__tape_current();
     return *to ? ON_TAPE : FAILED;
@@ -206,8 +207,11 @@ static PyObject *give(const memo_result *r, koila__tape *t, koila_value v, koila
     if (!c)
         return NULL;
     c->refs++;
+    const bool is_data = view_of->is_data;
     PyObject *w = koila__wrapper_new(g, c, v, r->meta, offset);
     koila__chain_release(c);
+    if (w)
+        koila__handle_of(w)->is_data = is_data;
     return w;
 }
 
@@ -314,6 +318,14 @@ static int read_base(call_walk *w, PyObject *args)
     koila__handle *h = w->n_in ? w->in[0].h : NULL;
     if (!h)
         return 0;
+    if (koila_meta_get(koila__table, h->meta)->dtype !=
+        koila_meta_get(koila__table, h->group->meta)->dtype) {
+        koila__unsupported(
+            "as_strided of a lazy view with another dtype than its memory has (.real, "
+            "view_as_real, view(dtype)) counts elements that are not there. Use "
+            "slices, or a clone() of the view");
+        return -1;
+    }
     if (h->chain && grad_required(w->in[0].object)) {
         PyObject *f = koila__helper("check_strided");
         PyObject *ok = f ? PyObject_CallObject(f, args) : NULL;
@@ -354,6 +366,16 @@ static int check_written_conjugate(const op_info *op, const koila__chain *c)
     return 0;
 }
 
+/* x.add_(x): an element may be read when it was written as another one. */
+static int check_apart_from_itself(const op_info *op, const koila__handle *h, PyObject *x)
+{
+    if (koila_meta_is_dense(koila_meta_get(koila__table, h->meta)))
+        return 0;
+    PyObject *ok = koila__ask("check_apart_from_itself", op->func, x, NULL);
+    Py_XDECREF(ok);
+    return ok ? 0 : -1;
+}
+
 /* x.add_(a view of x), x.addmm_(x, x): eager refuses some of these. */
 static int check_written_overlap(const call_walk *w, const op_info *op, uint32_t i, PyObject *args,
                                  PyObject *kwargs)
@@ -361,9 +383,13 @@ static int check_written_overlap(const call_walk *w, const op_info *op, uint32_t
     const koila__handle *a = w->in[i].h;
     for (uint32_t j = 0; j < w->n_in; j++) {
         const koila__handle *b = w->in[j].h;
-        if (w->in[j].written || !b || b->group != a->group ||
-            (op->elementwise && b->offset == a->offset && b->meta == a->meta))
+        if (w->in[j].written || !b || b->group != a->group)
             continue;
+        if (op->elementwise && b->offset == a->offset && b->meta == a->meta) {
+            if (check_apart_from_itself(op, a, w->in[i].object) < 0)
+                return -1;
+            continue;
+        }
         PyObject *ok = koila__ask("check_overlap", op->func, args, kwargs);
         if (!ok)
             return -1;
@@ -390,11 +416,30 @@ static int check_writes(const call_walk *w, const op_info *op, PyObject *args, P
     return 0;
 }
 
+/* A view of a tensor whose step has run is plain, and would not see the write. */
+static int check_plain_views(const koila__handle *h, PyObject *func)
+{
+    const koila__group *g = h->group;
+    if (!g || !g->has_plain_views)
+        return 0;
+    PyObject *real = g->tape->values[g->cur].real;
+    if (!real && h->value != KOILA_NONE)
+        real = g->tape->values[h->value].real;
+    if (!real)
+        return 0;
+    Py_INCREF(real);
+    PyObject *ok = koila__ask("check_plain_views", func, real, NULL);
+    Py_DECREF(real);
+    Py_XDECREF(ok);
+    return ok ? 0 : -1;
+}
+
 /* After eager's own refusals, which come with the shapes. */
 static int check_written_groups(const call_walk *w, const op_info *op)
 {
     for (uint32_t i = 0; i < w->n_in && w->n_written; i++)
-        if (w->in[i].written && koila__group_check_write(w->in[i].h->group, op->func) < 0)
+        if (w->in[i].written && (koila__group_check_write(w->in[i].h->group, op->func) < 0 ||
+                                 check_plain_views(w->in[i].h, op->func) < 0))
             return -1;
     return 0;
 }
@@ -537,8 +582,10 @@ static PyObject *finish_call(const call_walk *w, const op_info *op, outcome *c,
     if (w->n_written) {
         koila_value written = first_out + c->n;
         for (uint32_t i = 0; i < w->n_in; i++)
-            if (w->in[i].written)
+            if (w->in[i].written) {
+                w->tape->odd_backward |= w->in[i].h->is_data;
                 koila__group_written(w->in[i].h->group, written++);
+            }
         return give_written(op, args, kwargs, c->items, c->n);
     }
     PyObject *r = pack_of(op, c->result_kind, c->items, c->n);
@@ -598,6 +645,9 @@ static PyObject *record_once(const op_info *op, PyObject *args, PyObject *kwargs
     }
     const place where = take_turn(&w);
     if (where == ON_REALS) {
+        for (uint32_t i = 0; i < w.n_in && (op->is_view || op->kind == STRIDED); i++)
+            if (w.in[i].h && w.in[i].h->group)
+                w.in[i].h->group->has_plain_views = true;
         r = koila__ask("run_on_reals", op->func, args, kwargs);
     } else if (where == ON_TAPE) {
         koila__tape *t = w.tape;
@@ -643,19 +693,30 @@ static PyObject *same(PyObject *args)
     if (v == KOILA_NONE)
         return NULL;
     koila__hold_ids();
+    const bool is_data = h->is_data;
     PyObject *r = koila__wrapper_new(h->group, h->chain, v, h->meta, h->offset);
     koila__release_ids();
+    if (r)
+        koila__handle_of(r)->is_data = is_data;
     return r;
 }
 
+static bool is_inference(PyObject *args)
+{
+    PyObject *self = PyTuple_GET_SIZE(args) ? PyTuple_GET_ITEM(args, 0) : NULL;
+    return self && koila__is_lazy(self) && koila__handle_of(self)->is_inference;
+}
+
 /* In inference mode a view of a normal tensor is a normal tensor: its wrapper is made outside that
- * mode. The mode is left here, not in Python, where Ctrl-C could come between leaving it and
+ * mode. Outside it a view of an inference tensor is one: its wrapper is made inside. The mode is
+ * left here, not in Python, where Ctrl-C could come between leaving it and
  * knowing that. */
 PyObject *koila__record_view(const op_info *op, PyObject *args, PyObject *kwargs)
 {
     PyObject *context = Py_None, *type, *value, *trace;
-    if (koila__maybe_inference() && PyTuple_GET_SIZE(args)) {
-        context = koila__ask("leave_inference", PyTuple_GET_ITEM(args, 0), NULL, NULL);
+    const bool inside = koila__maybe_inference();
+    if (PyTuple_GET_SIZE(args) && (inside || op->kind != SAME) && inside != is_inference(args)) {
+        context = koila__ask("inference_as", PyTuple_GET_ITEM(args, 0), NULL, NULL);
         PyObject *entered = NULL;
         if (context && context != Py_None)
             entered = PyObject_CallMethod(context, "__enter__", NULL);

@@ -99,7 +99,8 @@ static bool is_still_in(const koila__handle *h, const koila__tape *t)
 }
 
 /* Marks of values while koila__tape_held() looks: t->mark plus one of these. Smaller: not met. */
-enum { WANTED, HELD, WANTED_AND_HELD, N_MARKS };
+enum { WANTED, HELD, WANTED_AND_HELD };
+_Static_assert((int)WANTED_AND_HELD < (int)KOILA__MARKS_OF_A_WALK, "these are the marks of a walk");
 
 /* Values that are already concrete or in `out` are left out; *n may become larger than cap. */
 static void add_held(koila__tape *t, koila_value v, koila_value *out, uint32_t cap, uint32_t *n)
@@ -121,23 +122,20 @@ static bool is_wanted(const koila__tape *t, koila_value v)
 
 static void mark_wanted(koila__tape *t, const koila_value *wanted, uint32_t n_wanted)
 {
-    if (t->mark > UINT32_MAX - 2 * N_MARKS) { /* once in a billion requests */
-        for (uint32_t v = 0; v < t->n_values_alloc; v++)
-            t->values[v].mark = 0;
-        t->mark = 0;
-    }
-    t->mark += N_MARKS;
+    koila__tape_new_walk(t);
     for (uint32_t i = 0; i < n_wanted; i++)
         t->values[wanted[i]].mark = t->mark + WANTED;
 }
 
 /* A view that can be used in a later step takes its whole storage along, unless it is the only one
- * who sees it. */
+ * who sees it. So do the views of a base that is a view of itself now (`t_`). */
 static bool needs_base(const koila__handle *h)
 {
     if (!h->chain || (!h->next_in_group && !h->prev_in_group))
         return false;
     const koila__group *g = h->group;
+    if (!g->n_bases)
+        return true;
     PyObject *grad = h->wrapper ? koila__attribute(h->wrapper, "requires_grad") : NULL;
     const bool constant = grad == Py_False;
     Py_XDECREF(grad);

@@ -472,9 +472,20 @@ void koila__tape_set_real(koila__tape *t, koila_value v, PyObject *real)
     Py_XDECREF(old);
 }
 
+void koila__tape_new_walk(koila__tape *t)
+{
+    if (t->mark > UINT32_MAX - 2 * KOILA__MARKS_OF_A_WALK) { /* once in a billion walks */
+        for (uint32_t v = 0; v < t->n_values_alloc; v++)
+            t->values[v].mark = 0;
+        t->mark = 0;
+    }
+    t->mark += KOILA__MARKS_OF_A_WALK;
+}
+
 /* The step of `t` has run. When every lazy tensor that is left is concrete, nobody can ask for
  * anything else: let go of the batch, of gradients that were taken, and of what they were made
- * from. Called when the step ends and again while handles die, until it succeeds. */
+ * from. Bases of views stay: a write of a view is one of its base. Called when the step ends and
+ * again while handles die, until it succeeds. */
 void koila__tape_let_go(koila__tape *t)
 {
     if (!t->closed || t->let_go || t->n_effects)
@@ -485,9 +496,17 @@ void koila__tape_let_go(koila__tape *t)
     koila_assert(!koila__tape_is_open(t));
     t->let_go = true;
     koila__watches_free(t);
+    /* leaves that are freed are found no more: another tensor may come to lie where one lay */
+    for (uint32_t i = 0; i < t->n_leaf_slots; i++)
+        t->leaves[i] = (tape_leaf){ 0 };
+    t->n_leaves = 0;
+    koila__tape_new_walk(t);
+    const uint32_t base = t->mark;
+    for (const koila__handle *h = t->handles; h; h = h->next_in_tape)
+        t->values[h->group->cur].mark = base;
     const uint32_t n = koila_graph_n_values(t->graph);
     for (uint32_t v = 0; v < n && v < t->n_values_alloc; v++)
-        if (!t->values[v].n_handles)
+        if (!t->values[v].n_handles && t->values[v].mark < base)
             Py_CLEAR(t->values[v].real);
 }
 

@@ -168,6 +168,10 @@ PyObject *koila__opaque_object(uint32_t id); /* borrowed */
  * itself is `wanted` (a gradient). */
 uint32_t koila__tape_held(koila__tape *t, const koila_value *wanted, uint32_t n_wanted,
                           koila_value *out, uint32_t cap);
+/* A walk through the values of `t` marks them with t->mark or one of the next. No value has such a
+ * mark after this: all have smaller ones. */
+enum { KOILA__MARKS_OF_A_WALK = 3 };
+void koila__tape_new_walk(koila__tape *t);
 /* The record of random node `n`, its state borrowed; NULL without an error: not a random node. */
 const tape_random *koila__tape_random(koila__tape *t, koila_node n);
 /* All live tapes, linked by next_tape. Those that rest are islands as they were made, which have no
