@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import graph as _graph
 
-from . import _core, _hooks, _known_backward, _lazy, _sharded
+from . import _core, _hooks, _known_backward, _lazy, _multi_hooks, _sharded
 from ._torch import GRAD, ModesAside, run_backward, use_count
 
 
@@ -104,6 +104,10 @@ class _Depth:
         # leaves whose `.grad` autograd itself accumulates at the moment
         self.accumulating: list[torch.Tensor] = []
         self.callbacks: list[Any] = []  # queued for the end of backward
+        # the backward that runs, for hooks of several tensors; it ends after pass 2
+        self.round: _multi_hooks.Round | None = None
+        # leaves without a gradient whose hooks are told so in pass 2, as torch tells them
+        self.unset: list[torch.Tensor] = []
         # torch's backward; _dry.py puts its own in front of it for a while
         self.engine: Any = run_backward
 
@@ -234,10 +238,22 @@ def _learn_accumulation() -> None:
     _core.learn_accumulation(torch.nn.Parameter, plain, hooked, later)
 
 
-def _accumulate_lazy(leaf: torch.Tensor, gradient: torch.Tensor, create: bool) -> None:
-    """`.grad` of a lazy leaf is lazy too."""
-    with torch.set_grad_enabled(create):
-        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+def _accumulate_lazy(
+    depth: _Depth, leaves: list[torch.Tensor], gradients: list[torch.Tensor], create: bool
+) -> None:
+    """`.grad` of a lazy leaf is lazy too. Autograd's engine accumulates it, which is recorded, and
+    calls hooks. `gradients` is emptied. Hooks of the gradient were called in pass 1."""
+    quiet = _hooks.quiet_hooks(leaves, _hooks.BEFORE, of_lazy=True)
+    try:
+        with ModesAside():
+            one = torch.empty(0)
+        with torch.enable_grad():
+            root = _HandOver.apply(gradients, [], *leaves)  # type: ignore[no-untyped-call]
+        depth.engine(
+            (root,), (one,), create, create, (), allow_unreachable=True, accumulate_grad=True
+        )
+    finally:
+        _hooks.wake_hooks(quiet)
 
 
 def _lazies(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -291,6 +307,8 @@ def _hand_over(
     with torch.enable_grad():
         callbacks, depth.callbacks = depth.callbacks, []
         root = _HandOver.apply(gradients, callbacks, *leaves)  # type: ignore[no-untyped-call]
+    if depth.round is not None:
+        depth.round.leaves = [*depth.round.leaves, *leaves]
     _core.hold_factories(True)  # hooks run here, and an optimizer in one of them makes its state
     try:
         depth.engine(
@@ -366,7 +384,8 @@ def _record(
     depth.level += 1
     outer_nested, depth.nested = depth.nested, []
     try:
-        given = _gradients(depth, call, leaves, reentrant)
+        watched = _hooks.any_of_several(saved)
+        given = _gradients(depth, call, leaves, reentrant, watched)
         nested = depth.nested
     except BaseException as e:
         if depth.level == 1:
@@ -387,18 +406,25 @@ def _record(
         known = pairs.get(id(leaf))
         pairs[id(leaf)] = (leaf, gradient if known is None else known[1] + gradient)
     if not depth.level:
+        depth.unset = [leaf for leaf in leaves if id(leaf) not in pairs and _is_told(leaf)]
         return list(pairs.values())
     _pass_on(depth, own, list(pairs.values()), call.create)
     return None
 
 
+def _is_told(leaf: torch.Tensor) -> bool:
+    """Are hooks of the gradient of a real leaf told where there is none?"""
+    return bool(getattr(leaf, _hooks.BEFORE, None)) and not _core.is_lazy(leaf)
+
+
 def _gradients(
-    depth: _Depth, call: _Call, leaves: list[torch.Tensor], reentrant: bool
+    depth: _Depth, call: _Call, leaves: list[torch.Tensor], reentrant: bool, watched: bool
 ) -> Sequence[torch.Tensor | None]:
-    """torch's backward, recorded: the gradient of each leaf."""
+    """torch's backward, recorded: the gradient of each leaf. watched: hooks see in which order the
+    gradients of leaves come."""
     if reentrant:
         return _by_accumulation(depth, call, leaves)
-    if depth.level == 1 and not _core.is_planning():
+    if depth.level == 1 and not _core.is_planning() and not watched:
         return _known_backward.gradients(depth.engine, call, leaves)
     found: Sequence[torch.Tensor | None] = depth.engine(
         *call, tuple(leaves), allow_unreachable=True, accumulate_grad=False
@@ -412,26 +438,50 @@ def _pass_on(depth: _Depth, own: _Pairs, pairs: _Pairs, create: bool) -> None:
     for leaf, gradient in own:
         if not _core.is_lazy(leaf):
             depth.show(leaf, gradient)
+    lazy_ones = [(leaf, g) for leaf, g in pairs if _core.is_lazy(leaf)]
     for leaf, gradient in pairs:
-        if _core.is_lazy(leaf):
-            _accumulate_lazy(leaf, gradient, create)
-        else:
+        if not _core.is_lazy(leaf):
             depth.nested.append((weakref.ref(leaf), gradient))
+    if lazy_ones:
+        leaves: list[torch.Tensor] = [leaf for leaf, _ in lazy_ones]
+        _accumulate_lazy(depth, leaves, [g for _, g in lazy_ones], create)
 
 
-def _leave_lazy(pairs: _Pairs, create: bool) -> _Pairs:
+def _leave_lazy(depth: _Depth, pairs: _Pairs, create: bool) -> _Pairs:
     """Gradients of lazy leaves are left in them, lazy; a tensor that was handed to lazy() gets its
-    gradient too: those pairs."""
-    given = []
-    for leaf, gradient in pairs:
-        _accumulate_lazy(leaf, gradient, create)
-        origin = _lazy.given_for(leaf)
-        if origin is not None:
-            given.append((origin, gradient))
-    return given
+    gradient too: those pairs. `pairs` is emptied, so that autograd can take gradients as they
+    are."""
+    leaves, gradients = [leaf for leaf, _ in pairs], [g for _, g in pairs]
+    pairs.clear()
+    given = [
+        (origin, leaf, None if _takes(leaf, create) else g)
+        for leaf, g in zip(leaves, gradients)
+        if (origin := _lazy.given_for(leaf)) is not None
+    ]
+    _accumulate_lazy(depth, leaves, gradients, create)
+    return [(origin, _grad_of(leaf) if g is None else g) for origin, leaf, g in given]
+
+
+def _takes(leaf: torch.Tensor, create: bool) -> bool:
+    """Will `.grad` of a lazy leaf be the gradient that comes now?"""
+    return leaf.grad is None and not create and not _hooks.has_hooks(leaf)
+
+
+def _grad_of(leaf: torch.Tensor) -> torch.Tensor:
+    assert leaf.grad is not None
+    return leaf.grad.detach()
 
 
 def _backward(depth: _Depth, call: _Call, inputs: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """`backward()`, perhaps in one that is recorded."""
+    outer = depth.round, depth.unset
+    try:
+        _three_steps(depth, call, inputs, kwargs)
+    finally:
+        depth.round, depth.unset = outer
+
+
+def _three_steps(depth: _Depth, call: _Call, inputs: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """`backward()`, all three steps. Whole because they share what a failure must undo.
 
     No local may hold a gradient when it is handed over: autograd copies every gradient that
@@ -447,15 +497,23 @@ def _backward(depth: _Depth, call: _Call, inputs: Sequence[Any], kwargs: dict[st
     if not leaves:
         depth.engine(*call, inputs, **kwargs)
         return
-    pairs = _record(depth, call, leaves, reentrant)
-    if pairs is None:
+    if not depth.level:
+        depth.round = _multi_hooks.Round(leaves)
+    real = _record(depth, call, leaves, reentrant)
+    if real is None:
         return
-    lazy_ones: _Pairs = [(leaf, g) for leaf, g in pairs if _core.is_lazy(leaf)]
-    real = [(leaf, g) for leaf, g in pairs if not _core.is_lazy(leaf)] if lazy_ones else pairs
-    real = real + _leave_lazy(lazy_ones, call.create)
-    lazies = _lazies(g for _, g in pairs) or _lazies(call.outputs)
+    if inputs:  # the others are not met
+        depth.unset = []
+    lazies = []
+    if any(_core.is_lazy(leaf) for leaf, _ in real):
+        lazy_ones: _Pairs = [(leaf, g) for leaf, g in real if _core.is_lazy(leaf)]
+        real = [(leaf, g) for leaf, g in real if not _core.is_lazy(leaf)]
+        lazy_leaves = [leaf for leaf, _ in lazy_ones]
+        real += _leave_lazy(depth, lazy_ones, call.create)
+        lazies = _lazies(leaf.grad for leaf in lazy_leaves)
+    lazies = _lazies(g for _, g in real) + lazies or _lazies(call.outputs)
     targets, wanted = [leaf for leaf, _ in real], [g for _, g in real]
-    del pairs, real, lazy_ones
+    del real
     _run_and_hand_over(depth, call, targets, wanted, lazies)
 
 
@@ -488,11 +546,17 @@ def _run_known(depth: _Depth, call: _Call, targets: list[torch.Tensor], known: o
 def _accumulate(
     depth: _Depth, call: _Call, targets: list[torch.Tensor], gradients: list[torch.Tensor]
 ) -> None:
-    if _set_at_once(depth, call, targets, gradients):
+    if not depth.unset and _set_at_once(depth, call, targets, gradients):
         return
     any_copied = not call.create and _lay_as_leaves(targets, gradients)
-    if not any_copied or not _set_at_once(depth, call, targets, gradients):
-        _hand_over(depth, targets, gradients, call.create)
+    if depth.unset or not any_copied or not _set_at_once(depth, call, targets, gradients):
+        unset, depth.unset = depth.unset, []
+        gradients.extend(_none_for(unset))
+        _hand_over(depth, targets + unset, gradients, call.create)
+
+
+def _none_for(leaves: list[torch.Tensor]) -> list[Any]:
+    return [None] * len(leaves)
 
 
 def _run_and_hand_over(
@@ -513,7 +577,7 @@ def _run_and_hand_over(
         if lazies is not wanted:
             lazies.clear()
         _let_go(wanted)
-        if targets:
+        if targets or depth.unset:
             _accumulate(depth, call, targets, _computed(wanted, call.create))
         else:
             _computed(wanted, call.create)
@@ -617,6 +681,7 @@ def install() -> None:
     if _nodes_are_known:
         _known_backward.install()
         _learn_accumulation()
+    _multi_hooks.install()
     torch.autograd._engine_run_backward = _engine_run_backward  # type: ignore[attr-defined]
     _graph._engine_run_backward = _engine_run_backward
     engine = torch.autograd.Variable._execution_engine
