@@ -268,12 +268,12 @@ koila_status koila_table_meta(koila_table *t, koila_dtype dtype, uint16_t device
     *out = id;
     return KOILA_OK;
 }
-const koila_meta_info *koila_meta_get(const koila_table *t, koila_meta meta)
+KOILA__HOT const koila_meta_info *koila_meta_get(const koila_table *t, koila_meta meta)
 {
     return meta < t->metas.n ? t->metas.at[meta] : NULL;
 }
 
-bool koila_meta_is_contiguous(const koila_meta_info *m)
+KOILA__HOT bool koila_meta_is_contiguous(const koila_meta_info *m)
 {
     int64_t expect = 1;
     for (uint32_t i = m->n_dims; i-- > 0;) {

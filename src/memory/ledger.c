@@ -102,7 +102,7 @@ KOILA__HOT bool koila__ledger_commit(koila__ledger *l, const void *p, uint64_t n
     return true;
 }
 
-int koila__ledger_open(koila__ledger *l)
+KOILA__HOT int koila__ledger_open(koila__ledger *l)
 {
     uint32_t taken = LOAD(l->windows_taken);
     uint32_t bit;
@@ -119,7 +119,7 @@ int koila__ledger_open(koila__ledger *l)
     return window;
 }
 
-uint64_t koila__ledger_close(koila__ledger *l, int window)
+KOILA__HOT uint64_t koila__ledger_close(koila__ledger *l, int window)
 {
     if (window < 0)
         return LOAD(l->current);

@@ -5,6 +5,7 @@ back in time."""
 import contextlib
 import logging
 import threading
+import time
 
 import pytest
 import torch
@@ -384,6 +385,54 @@ def test_other_inputs_are_recorded_at_once(change):
         assert one(x.t() if change == "stride" else x, dim=int(change == "dim"))
 
 
+@pytest.mark.parametrize("n_dims", [1, 2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8]
+)
+def test_any_size_or_stride_that_is_another_is_recorded_at_once(dtype, n_dims):
+    """C compares tensors where they lie in memory: with tensors of up to five dimensions all at
+    once, else as torch tells."""
+    w = torch.ones(1, requires_grad=True)
+    sizes = [2, 3, 4, 2, 1, 3, 2][:n_dims]
+
+    def one(x):
+        x = lazy(x)
+        if isinstance(x, koila.LazyTensor):
+            assert x.dtype is dtype
+        (x.to(torch.float32).sum() * w).sum().backward()
+        return is_lazy(x)
+
+    def one_of(sizes):
+        return one(torch.ones(sizes).to(dtype))
+
+    assert [one_of(sizes) for _ in range(AFTER + 2)] == [True] * AFTER + [False] * 2
+    for d in range(n_dims):
+        changed = [n + (i == d) for i, n in enumerate(sizes)]
+        assert one_of(changed), d
+        assert not one_of(sizes)
+        wide = torch.ones([n + (i == d) for i, n in enumerate(sizes)]).to(dtype)
+        seen = wide.narrow(d, 0, sizes[d])
+        assert one(seen) == (seen.stride() != torch.ones(sizes).stride()), d
+
+
+def test_a_plan_in_the_middle_is_a_plan():
+    """koila.plan() records, whatever the steps before it were, and changes nothing for those after
+    it."""
+    loop = aside_loop()
+    for _ in range(2):
+        seen = []
+
+        def step(x, y, loop=loop, seen=seen):
+            a, b = lazy(batch(0), torch.zeros(6).long())
+            seen += [is_lazy(x), is_lazy(a)]
+            return F.cross_entropy(loop.model(x), y) + F.cross_entropy(loop.model(a), b)
+
+        koila.plan(step, batch(0), torch.zeros(6).long())
+        assert seen and all(seen)
+        loop.steps(2)
+        assert loop.is_aside
+
+
 @on_the_cpu
 def test_a_longer_batch_at_step_900_is_cut():
     """Under a budget in which plain PyTorch cannot do it."""
@@ -471,6 +520,27 @@ def test_memory_that_shrinks_brings_koila_back(tmp_path):
         fake_system(tmp_path, 4 << 30)
         loop.steps(AFTER + 1, rows)  # the step before may have been cut
         assert loop.is_aside
+    finally:
+        _core.limits_from("")
+
+
+@on_the_cpu
+@pytest.mark.parametrize("is_little", [True, False])
+def test_the_system_is_asked_ten_times_a_second_and_of_little_steps_once(tmp_path, is_little):
+    """A little step needs at most one part in 256 of what is free."""
+    rows = 4096  # about 17 MiB
+    try:
+        fake_system(tmp_path, (32 if is_little else 1) << 30)
+        loop = Loop(width=256).steps(AFTER + 2, rows)
+        before = _core.resident()["asked"]
+        for _ in range(3):
+            time.sleep(0.15)
+            loop.steps(1, rows)
+            assert loop.is_aside
+        assert _core.resident()["asked"] - before == (0 if is_little else 3)
+        time.sleep(1)
+        loop.steps(1, rows)
+        assert _core.resident()["asked"] - before == (1 if is_little else 4)
     finally:
         _core.limits_from("")
 

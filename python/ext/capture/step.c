@@ -350,7 +350,7 @@ koila__tape *koila__tape_for_lazy(void)
     return rc < 0 ? NULL : koila__tape_current();
 }
 
-int koila__step_make_way(void)
+KOILA__HOT int koila__step_make_way(void)
 {
     koila__tape *t = koila__tape_open();
     if (!t)

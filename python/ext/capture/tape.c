@@ -21,7 +21,7 @@ uint32_t koila__n_exits;
 uint32_t koila__n_steps;
 uint32_t koila__n_saved_hooks;
 
-koila__tape *koila__tape_open(void)
+KOILA__HOT koila__tape *koila__tape_open(void)
 {
     const koila__context *c = koila__context_peek();
     return c ? (koila__tape *)c->open : NULL;

@@ -253,13 +253,13 @@ enum {
 }; /* bytes: torch copies more on all its threads, and without the GIL */
 
 /* Have both the same dispatch keys: are both plain memory, neither negated nor conjugated? */
-static bool same_keys(tensor_handle a, tensor_handle b)
+KOILA__HOT static bool same_keys(tensor_handle a, tensor_handle b)
 {
     return keys_at && *(uint64_t *)(*(char **)a + keys_at) == *(uint64_t *)(*(char **)b + keys_at);
 }
 
 /* Torch's wrapping function cannot say that there is no memory for the object, see `spare`. */
-PyObject *koila__wrap_plain(tensor_handle h)
+KOILA__HOT PyObject *koila__wrap_plain(tensor_handle h)
 {
     PyTypeObject *type = koila__lazy_class->tp_base;
     const size_t n_bytes = (size_t)type->tp_basicsize + 2 * sizeof(void *); /* the collector's */
@@ -269,7 +269,7 @@ PyObject *koila__wrap_plain(tensor_handle h)
 }
 
 /* NULL without an exception: it is not that simple. */
-static PyObject *small_copy(PyObject *real, const koila_meta_info *m)
+KOILA__HOT static PyObject *small_copy(PyObject *real, const koila_meta_info *m)
 {
     tensor_handle copy, of = koila__tensor_handle(real);
     void *from, *to;
@@ -288,7 +288,7 @@ static PyObject *small_copy(PyObject *real, const koila_meta_info *m)
     return made;
 }
 
-PyObject *koila__copy_of(PyObject *real, koila_meta meta)
+KOILA__HOT PyObject *koila__copy_of(PyObject *real, koila_meta meta)
 {
     static PyObject *clone;
     PyObject *made = small_copy(real, koila_meta_get(koila__table, meta));

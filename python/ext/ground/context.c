@@ -17,6 +17,8 @@
 
 #include <structmember.h>
 
+#include "base/base.h"
+
 static PyTypeObject context_type;
 static PyObject *variable; /* contextvars.ContextVar */
 
@@ -47,7 +49,7 @@ static void remember(koila__context *c)
     known.found = c;
 }
 
-koila__context *koila__context_peek(void)
+KOILA__HOT koila__context *koila__context_peek(void)
 {
     if (lent)
         return lent;

@@ -23,6 +23,7 @@ typedef struct koila__context {
     PyObject *waiting_file;
     uint32_t waiting_line;
     uint64_t n_settings; /* times that its settings were set (settings.h) */
+    uint64_t n_dry;      /* the same of those for a plan alone, which n_settings leaves out */
     /* owned: its last runs, of run/past.c, which also sets how they are freed; NULL: none yet */
     struct koila__past *past;
     void (*past_free)(struct koila__past *past);

@@ -410,7 +410,7 @@ const char *koila__cpu_bytes_plan(void)
 
 /* ---- counters */
 
-uint64_t koila__cpu_bytes_current(void)
+KOILA__HOT uint64_t koila__cpu_bytes_current(void)
 {
     return atomic_load_explicit(&ledger.current, memory_order_relaxed);
 }
@@ -423,8 +423,11 @@ void koila__cpu_bytes_reset_peak(void)
 {
     atomic_store_explicit(&ledger.peak, koila__cpu_bytes_current(), memory_order_relaxed);
 }
-int koila__cpu_bytes_open(void) { return koila__ledger_open(&ledger); }
-uint64_t koila__cpu_bytes_close(int window) { return koila__ledger_close(&ledger, window); }
+KOILA__HOT int koila__cpu_bytes_open(void) { return koila__ledger_open(&ledger); }
+KOILA__HOT uint64_t koila__cpu_bytes_close(int window)
+{
+    return koila__ledger_close(&ledger, window);
+}
 void koila__cpu_bytes_set_limit(uint64_t bytes)
 {
     atomic_store_explicit(&ledger.limit, bytes, memory_order_relaxed);
@@ -466,7 +469,7 @@ int64_t koila__cpu_bytes_fails_in(void)
     return (int64_t)atomic_load_explicit(&ledger.fail_in, memory_order_relaxed);
 }
 int64_t koila__cpu_bytes_n_allocs(void) { return (int64_t)koila__ledger_granted(&ledger); }
-uint64_t koila__cpu_bytes_n_refused(void)
+KOILA__HOT uint64_t koila__cpu_bytes_n_refused(void)
 {
     return atomic_load_explicit(&ledger.n_refused, memory_order_relaxed);
 }

@@ -154,11 +154,19 @@ koila__resident_room koila__resident_room_for(uint64_t held, uint64_t budget, bo
     return room;
 }
 
+uint64_t koila__resident_answer(void) { return answer.n_asked; }
+
+KOILA__HOT int64_t koila__resident_answer_age(uint64_t number)
+{
+    const bool counts = answer.is_known && number == answer.n_asked;
+    return counts ? koila__milliseconds_now() - answer.when : INT64_MAX;
+}
+
 bool koila__resident_room_lately(uint64_t held, uint64_t budget, bool all,
                                  koila__resident_room *out)
 {
-    if (!answer.is_known || answer.budget != budget || answer.all != all ||
-        koila__milliseconds_now() - answer.when > ANSWER_LASTS)
+    if (answer.budget != budget || answer.all != all ||
+        koila__resident_answer_age(answer.n_asked) > ANSWER_LASTS)
         return false;
     *out = answer.room;
     if (out->mapped != UINT64_MAX) /* it is beyond what was held then */

@@ -37,6 +37,10 @@ koila__resident_room koila__resident_room_for(uint64_t held, uint64_t budget, bo
  * For who needs a small part of it. False: it must be asked. */
 bool koila__resident_room_lately(uint64_t held, uint64_t budget, bool all,
                                  koila__resident_room *out);
+/* The number of the system's last answer, and: milliseconds since it was given; INT64_MAX: it does
+ * not count any more, or there is another. */
+uint64_t koila__resident_answer(void);
+int64_t koila__resident_answer_age(uint64_t number);
 
 /* `base` was taken without giving back what the C library retains, and may be too high. Does so,
  * and is then exact. False: it was exact already. */

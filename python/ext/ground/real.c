@@ -47,13 +47,25 @@ static struct shim {
     bool works;
 } shim;
 
+/* Where a TensorImpl of a plain tensor on the CPU keeps what read_plain() reads: offsets. */
+static struct layout {
+    uint16_t sizes; /* the number of dimensions; the sizes follow */
+    uint16_t strides;
+    uint16_t dtype;    /* its number, two bytes */
+    uint16_t autograd; /* 0: not known */
+    uint16_t keys;     /* 0: nothing is known */
+    uint64_t plain_keys;
+} lies;
+
 bool koila__is_tensor(PyObject *o)
 {
     return PyType_IsSubtype(Py_TYPE(o), (PyTypeObject *)torch_tensor_base);
 }
 
-bool koila__requires_grad(PyObject *tensor)
+KOILA__HOT bool koila__requires_grad(PyObject *tensor)
 {
+    if (lies.autograd && !*(void **)(*(char **)koila__tensor_handle(tensor) + lies.autograd))
+        return false; /* nothing of it is autograd's */
     if (shim.works && shim.requires_grad)
         return shim.requires_grad(*(void **)koila__tensor_handle(tensor));
     PyObject *r = PyObject_GetAttrString(tensor, "requires_grad");
@@ -63,7 +75,7 @@ bool koila__requires_grad(PyObject *tensor)
     return yes;
 }
 
-bool koila__grad_mode(void)
+KOILA__HOT bool koila__grad_mode(void)
 {
     if (shim.grad_mode)
         return shim.grad_mode();
@@ -91,7 +103,7 @@ enum { CODE_OF_F32 = 6, N_DEFAULT_DTYPES = 4 };
 static const koila_dtype default_dtypes[N_DEFAULT_DTYPES] = { KOILA_DTYPE_F32, KOILA_DTYPE_F64,
                                                               KOILA_DTYPE_F16, KOILA_DTYPE_BF16 };
 
-static uint8_t default_dtype_now(void)
+KOILA__HOT static uint8_t default_dtype_now(void)
 {
     const int8_t code = shim.default_dtype ? shim.default_dtype() : CODE_OF_F32;
     if (code == CODE_OF_F32 || code < 0)
@@ -102,7 +114,7 @@ static uint8_t default_dtype_now(void)
     return 0;
 }
 
-uint8_t koila__call_mode(void)
+KOILA__HOT uint8_t koila__call_mode(void)
 {
     uint8_t mode = (uint8_t)(koila__grad_mode() | default_dtype_now() << 1);
     if (shim.context) {
@@ -128,7 +140,10 @@ int koila__set_call_mode(uint8_t mode)
     return (now ^ mode) & 1 ? koila__set_grad_mode(mode & 1) : 0;
 }
 
-bool koila__maybe_inference(void) { return !shim.inference_mode || shim.inference_mode(); }
+KOILA__HOT bool koila__maybe_inference(void)
+{
+    return !shim.inference_mode || shim.inference_mode();
+}
 
 PyObject *koila__dtype_object(koila_dtype d) { return dtypes[d]; }
 
@@ -305,6 +320,50 @@ int koila__meta_from(PyObject *tuple, koila_meta *out, int64_t *offset)
     return 0;
 }
 
+/* ---- plain tensors on the CPU, read where they lie
+ *
+ * Torch's shim tells one thing a call, and each call is code that nothing else runs: once a step it
+ * is in no cache. What it tells lies in two lines of memory, so where those are is learnt from
+ * tensors that are known. All others, which have other dispatch keys, are told by the shim.
+ */
+
+enum { MOST_INLINE_DIMS = 5 }; /* sizes of more lie elsewhere */
+
+typedef struct plain_facts {
+    const int64_t *size, *stride;
+    uint32_t n_dims;
+    koila_dtype dtype;
+} plain_facts;
+
+/* False: it is no such tensor, or torch must tell. */
+KOILA__HOT static bool read_plain(PyObject *real, plain_facts *out)
+{
+    const char *impl = *(const char **)koila__tensor_handle(real);
+    if (!lies.keys || *(const uint64_t *)(impl + lies.keys) != lies.plain_keys)
+        return false;
+    const uint64_t n_dims = *(const uint64_t *)(impl + lies.sizes);
+    const uint16_t code = *(const uint16_t *)(impl + lies.dtype);
+    if (n_dims > MOST_INLINE_DIMS || code > 255 || dtype_of_code[code] < 0)
+        return false;
+    out->n_dims = (uint32_t)n_dims;
+    out->size = (const int64_t *)(impl + lies.sizes + sizeof n_dims);
+    out->stride = (const int64_t *)(impl + lies.strides);
+    out->dtype = (koila_dtype)dtype_of_code[code];
+    return true;
+}
+
+KOILA__HOT bool koila__is_like(PyObject *real, koila_meta meta)
+{
+    plain_facts f;
+    const koila_meta_info *m = koila_meta_get(koila__table, meta);
+    if (!m || m->device || !read_plain(real, &f) || f.dtype != m->dtype || f.n_dims != m->n_dims)
+        return false;
+    for (uint32_t d = 0; d < f.n_dims; d++)
+        if (f.size[d] != m->size[d] || f.stride[d] != m->stride[d])
+            return false;
+    return true;
+}
+
 static int shim_meta(PyObject *real, koila_meta *out)
 {
     tensor_handle h = koila__tensor_handle(real);
@@ -346,6 +405,10 @@ static bool is_dense(PyObject *real)
 
 int koila__meta_of(PyObject *real, koila_meta *out)
 {
+    plain_facts plain;
+    if (read_plain(real, &plain) && koila_table_meta(koila__table, plain.dtype, 0, plain.n_dims,
+                                                     plain.size, plain.stride, out) == KOILA_OK)
+        return 0;
     if (shim.works && is_dense(real) && shim_meta(real, out) == 0)
         return 0;
     PyObject *f = koila__helper("real_meta");
@@ -637,8 +700,8 @@ static bool find_functions(void *lib)
 /* Torch's number of complex32. A constant, because making such a tensor prints a warning. */
 #define CODE_OF_C32 8
 
-/* Learns torch's number of each dtype from a tensor of that dtype. */
-static void learn_dtype_codes(PyObject *torch)
+/* Learns torch's number of each dtype from a tensor of that dtype. Appends those to `tensors`. */
+static void learn_dtype_codes(PyObject *torch, PyObject *tensors)
 {
     memset(dtype_of_code, -1, sizeof dtype_of_code);
     for (int d = 0; d < KOILA_N_DTYPES; d++) {
@@ -654,6 +717,8 @@ static void learn_dtype_codes(PyObject *torch)
         if (typed && shim.get_dtype(koila__tensor_handle(typed), &code) == 0 && code >= 0 &&
             code < 256)
             dtype_of_code[code] = (int8_t)d;
+        if (typed)
+            PyList_Append(tensors, typed);
         PyErr_Clear();
         Py_XDECREF(empty);
         Py_XDECREF(typed);
@@ -686,9 +751,91 @@ static void learn_storage(PyObject *probe)
     Py_XDECREF(storage);
 }
 
+enum { LOOKED_AT = 22 * 8 }; /* bytes of a TensorImpl that each version of torch has at least */
+
+static const char *impl_of(PyObject *tensor)
+{
+    return *(const char **)koila__tensor_handle(tensor);
+}
+
+/* The offset of these n words; 0: they are not there. */
+static uint16_t offset_of(const char *impl, const int64_t *words, size_t n)
+{
+    for (size_t at = 8; at + n * 8 <= LOOKED_AT; at += 8)
+        if (memcmp(impl + at, words, n * 8) == 0)
+            return (uint16_t)at;
+    return 0;
+}
+
+/* Does a number of two bytes at this offset tell the dtype of all of `tensors`, one a dtype? */
+static bool tells_dtype(PyObject *tensors, size_t at)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++) {
+        PyObject *t = PyList_GET_ITEM(tensors, i);
+        int32_t code;
+        if (shim.get_dtype(koila__tensor_handle(t), &code) ||
+            *(const uint16_t *)(impl_of(t) + at) != code)
+            return false;
+    }
+    return PyList_GET_SIZE(tensors) > 3;
+}
+
+/* Where a TensorImpl keeps what plain_facts has. probe: of make_probe(). tensors: a plain tensor of
+ * each dtype. keys: the dispatch keys of the probe. */
+static void learn_layout(PyObject *probe, PyObject *tensors, uint64_t keys)
+{
+    static const int64_t sizes[] = { 3, 2, 3, 4 }, strides[] = { 12, 1, 3 };
+    struct layout found = { .plain_keys = keys };
+    const int64_t word = (int64_t)keys;
+    found.sizes = offset_of(impl_of(probe), sizes, 4);
+    found.strides = offset_of(impl_of(probe), strides, 3);
+    found.keys = offset_of(impl_of(probe), &word, 1);
+    if (found.strides != found.sizes + 8 + MOST_INLINE_DIMS * 8 || found.keys < found.strides)
+        return;
+    for (size_t at = found.strides + MOST_INLINE_DIMS * 8; at < found.keys; at += 2)
+        if (tells_dtype(tensors, at)) {
+            found.dtype = (uint16_t)at;
+            lies = found;
+            return;
+        }
+}
+
+/* The dispatch keys of `probe`, if it is a plain tensor on the CPU. False: no, or torch does not
+ * tell. */
+static bool keys_of(PyObject *torch, PyObject *probe, uint64_t *out)
+{
+    int32_t device;
+    if (Py_TYPE(probe)->tp_base != (PyTypeObject *)torch_tensor_base ||
+        shim.get_device_type(koila__tensor_handle(probe), &device) || device)
+        return false;
+    PyObject *c = PyObject_GetAttrString(torch, "_C");
+    PyObject *keys = c ? PyObject_CallMethod(c, "_dispatch_keys", "O", probe) : NULL;
+    PyObject *number = keys ? PyObject_CallMethod(keys, "raw_repr", NULL) : NULL;
+    *out = number ? PyLong_AsUnsignedLongLong(number) : 0;
+    Py_XDECREF(number);
+    Py_XDECREF(keys);
+    Py_XDECREF(c);
+    return *out && !PyErr_Occurred();
+}
+
+/* autograd_meta_ is the word behind storage_. It is empty until autograd needs it. */
+static void learn_autograd(PyObject *probe)
+{
+    const uint16_t at = (uint16_t)(storage_at + 8);
+    if (!storage_at || *(void *const *)(impl_of(probe) + at))
+        return;
+    PyObject *done = PyObject_CallMethod(probe, "requires_grad_", NULL);
+    const bool is_there = done && *(void *const *)(impl_of(probe) + at);
+    PyErr_Clear();
+    Py_XDECREF(done);
+    if (is_there && *(void *const *)(impl_of(probe) + at + 8) == NULL)
+        lies.autograd = at;
+}
+
 /* Sets up the shim; it stays unused if anything is missing. -1 with an exception. */
 static int learn_shim(PyObject *torch)
 {
+    uint64_t keys;
     PyObject *probe = make_probe(torch);
     if (!probe)
         return -1;
@@ -696,10 +843,17 @@ static int learn_shim(PyObject *torch)
     if (rc == 0 && koila__cdata)
         learn_storage(probe);
     void *lib = rc == 0 && koila__cdata ? open_libtorch(torch) : NULL;
-    if (lib && find_functions(lib)) {
-        learn_dtype_codes(torch);
+    PyObject *tensors = lib && find_functions(lib) ? PyList_New(0) : NULL;
+    if (tensors) {
+        learn_dtype_codes(torch, tensors);
         shim.works = shim_tells_the_truth(probe);
     }
+    if (shim.works && keys_of(torch, probe, &keys))
+        learn_layout(probe, tensors, keys);
+    if (shim.works)
+        learn_autograd(probe);
+    PyErr_Clear();
+    Py_XDECREF(tensors);
     Py_DECREF(probe);
     return rc;
 }

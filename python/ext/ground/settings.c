@@ -12,6 +12,7 @@
  * set when it was copied.
  */
 #include "ground/settings.h"
+#include "base/base.h"
 #include "ground/context.h"
 #include "ground/cpu_bytes.h"
 #include "ground/limits.h"
@@ -74,6 +75,12 @@ uint64_t koila__settings_number(void)
 {
     const koila__context *c = koila__context_peek();
     return n_process_settings + (c ? c->n_settings : 0);
+}
+
+KOILA__HOT uint64_t koila__settings_version(void)
+{
+    const koila__context *c = koila__context_peek();
+    return n_process_settings + (c ? c->n_settings + c->n_dry : 0);
 }
 
 void koila__settings_enforce(void)
@@ -190,8 +197,8 @@ static int store(koila__settings s)
     koila__context *c = koila__context_now();
     const bool is_for_plan = s.dry || own().dry;
     PyObject *token = c ? PyContextVar_Set(variable, (PyObject *)o) : NULL;
-    if (token && !is_for_plan)
-        c->n_settings++;
+    if (token)
+        ++*(is_for_plan ? &c->n_dry : &c->n_settings);
     Py_DECREF(o);
     Py_XDECREF(token);
     return token ? 0 : -1;

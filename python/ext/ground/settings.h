@@ -46,6 +46,8 @@ bool koila__settings_any(void);
 bool koila__is_planning(void); /* is koila.plan() recording? */
 /* Changes whenever settings are set for the running code, except by koila.plan(). */
 uint64_t koila__settings_number(void);
+/* Changes whenever settings are set for the running code. Of one context: others count apart. */
+uint64_t koila__settings_version(void);
 /* The limit on the CPU's bytes is that of the running code's settings from now on, for what this
  * thread allocates in this context. */
 void koila__settings_enforce(void);

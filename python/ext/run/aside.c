@@ -33,7 +33,9 @@ enum {
     SPARE = 2,             /* the same step needs the same again. The other half of the room is for
                             what other programs take until the next look at it */
     MOST_WINDOWS = 16,     /* of koila__cpu_bytes_open(): runs need theirs */
-    LOOK_LASTS = 100,      /* milliseconds: a look at a GPU's memory, as ANSWER_LASTS in limits.c */
+    LOOK_LASTS = 100,      /* milliseconds: a look at memory, as ANSWER_LASTS in limits.c */
+    LITTLE_SHARE = 256,    /* a step that needs at most one part in so many of what is free ... */
+    LITTLE_LASTS = 1000,   /* ... asks for it so often: milliseconds */
     MOST_SLACK = 16 << 20, /* bytes: less than a process is free to take at any time */
     SLACK_SHARE = 64,      /* and at most one part in so many of the room */
 };
@@ -49,6 +51,8 @@ typedef struct inputs {
     koila_meta meta[MOST_INPUTS];
     uint32_t dim[MOST_INPUTS]; /* that is the batch */
     uint32_t n;
+    const koila_meta *like; /* borrowed [n_like]: most likely these */
+    uint32_t n_like;
 } inputs;
 
 /* What else decides a step. Compared as bytes: made by look_around(). */
@@ -92,9 +96,15 @@ typedef struct koila__aside {
     uint64_t planned;     /* bytes that its plans needed */
     uint64_t n_refused;
     int window; /* while `last` is set */
-    /* the last look at a GPU */
+    /* the last look at the settings */
+    uint64_t version; /* koila__settings_version() then, and 1; 0: none yet */
+    around around;
+    bool is_always_seen; /* koila looks at every step */
+    /* the last look at memory */
     koila__room room;
-    int64_t looked_at; /* milliseconds */
+    uint64_t room_version; /* `version` then */
+    uint64_t room_answer;  /* of the system: koila__resident_answer() */
+    int64_t looked_at;     /* at a GPU's: milliseconds */
 } aside;
 
 static uint64_t clock_of_uses, generation;
@@ -166,7 +176,7 @@ static void aside_free(aside *s)
 void koila__aside_forget(void) { generation++; }
 
 /* That of the running context; with `make` it is made. NULL without an exception. */
-static aside *aside_now(bool make)
+KOILA__HOT static aside *aside_now(bool make)
 {
     koila__context *c = make ? koila__context_now() : koila__context_peek();
     if (make && c && !c->aside) {
@@ -184,25 +194,34 @@ static aside *aside_now(bool make)
     return s;
 }
 
-/* False: under these settings koila looks at every step. */
-static bool look_around(around *out)
+static void look_at_settings(aside *s)
 {
     const koila__settings set = koila__settings_now();
-    memset(out, 0, sizeof *out);
-    out->budget = set.budget;
-    out->cpu_budget = set.cpu_budget;
-    out->axes = (uint32_t)set.axes;
-    out->mode = koila__call_mode();
-    out->resident = set.resident;
-    out->no_host = set.no_host;
-    return set.aside != KOILA__ASIDE_OFF && !set.dry && !set.strict &&
-           set.slices != KOILA__SLICES_FASTEST && !set.rows &&
-           (set.axes == KOILA__CUT_ANY || set.axes == KOILA__CUT_BATCH) &&
-           !koila__maybe_inference();
+    memset(&s->around, 0, sizeof s->around);
+    s->around.budget = set.budget;
+    s->around.cpu_budget = set.cpu_budget;
+    s->around.axes = (uint32_t)set.axes;
+    s->around.resident = set.resident;
+    s->around.no_host = set.no_host;
+    s->is_always_seen = set.aside == KOILA__ASIDE_OFF || set.dry || set.strict ||
+                        set.slices == KOILA__SLICES_FASTEST || set.rows ||
+                        (set.axes != KOILA__CUT_ANY && set.axes != KOILA__CUT_BATCH);
 }
 
-static kind *find(aside *s, const inputs *in, const around *now)
+/* Brings s->around up to date. False: under these settings koila looks at every step. */
+KOILA__HOT static bool look_around(aside *s)
 {
+    const uint64_t version = koila__settings_version() + 1;
+    if (s->version != version)
+        look_at_settings(s);
+    s->version = version;
+    s->around.mode = koila__call_mode();
+    return !s->is_always_seen && !koila__maybe_inference();
+}
+
+KOILA__HOT static kind *find(aside *s, const inputs *in)
+{
+    const around *now = &s->around;
     for (uint32_t i = 0; i < N_KINDS; i++) {
         kind *k = &s->at[i];
         if (k->n_inputs == in->n && memcmp(&k->around, now, sizeof *now) == 0 &&
@@ -213,7 +232,7 @@ static kind *find(aside *s, const inputs *in, const around *now)
     return NULL;
 }
 
-static kind *add(aside *s, const inputs *in, const around *now)
+static kind *add(aside *s, const inputs *in)
 {
     kind *k = &s->at[0];
     for (uint32_t i = 1; i < N_KINDS; i++)
@@ -224,7 +243,7 @@ static kind *add(aside *s, const inputs *in, const around *now)
     k->n_inputs = in->n;
     memcpy(k->meta, in->meta, in->n * sizeof *in->meta);
     memcpy(k->dim, in->dim, in->n * sizeof *in->dim);
-    k->around = *now;
+    k->around = s->around;
     k->gpu = -1;
     for (uint32_t i = 0; i < in->n; i++)
         k->n_bytes += koila_meta_get(koila__table, in->meta[i])->n_bytes;
@@ -240,12 +259,14 @@ static bool is_plain_tensor(PyObject *o)
 }
 
 /* Adds `t`, whose batch dimension may count from the end. False: koila must look at it. */
-static bool add_input(inputs *in, PyObject *t, int64_t dim)
+KOILA__HOT static bool add_input(inputs *in, PyObject *t, int64_t dim)
 {
     koila_meta meta;
     if (in->n == MOST_INPUTS || !is_plain_tensor(t) || koila__requires_grad(t))
         return false;
-    if (koila__meta_of(t, &meta) < 0) {
+    if (in->n < in->n_like && koila__is_like(t, in->like[in->n]))
+        meta = in->like[in->n];
+    else if (koila__meta_of(t, &meta) < 0) {
         PyErr_Clear();
         return false;
     }
@@ -261,7 +282,7 @@ static bool add_input(inputs *in, PyObject *t, int64_t dim)
 }
 
 /* Of a tuple or list of tensors. */
-static bool add_inputs(inputs *in, PyObject *items, int64_t dim)
+KOILA__HOT static bool add_inputs(inputs *in, PyObject *items, int64_t dim)
 {
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); i++)
         if (!add_input(in, PySequence_Fast_GET_ITEM(items, i), dim))
@@ -291,7 +312,7 @@ static bool have_one_size(const inputs *in)
 }
 
 /* Those of lazy(*values, batch=batch). False: koila must look at them. */
-static bool call_inputs(inputs *in, PyObject *values, PyObject *batch)
+KOILA__HOT static bool call_inputs(inputs *in, PyObject *values, PyObject *batch)
 {
     if (!PyTuple_GET_SIZE(values) || !PyLong_CheckExact(batch))
         return false;
@@ -325,7 +346,7 @@ static uint64_t slack(const aside *s)
 
 static uint64_t n_refused_now(void) { return koila__cpu_bytes_n_refused() + n_gpu_refused; }
 
-static void judge_aside(aside *s, kind *k, uint64_t need)
+KOILA__HOT static void judge_aside(aside *s, kind *k, uint64_t need)
 {
     if (s->n_refused != n_refused_now())
         comes_back(k, "a step ran out of memory");
@@ -349,14 +370,14 @@ static void judge_recorded(aside *s, kind *k, uint64_t need)
 }
 
 /* Closes its window. */
-static uint64_t peak_so_far(const aside *s)
+KOILA__HOT static uint64_t peak_so_far(const aside *s)
 {
     const uint64_t peak = window_close(s->window);
     return peak > s->peak ? peak : s->peak;
 }
 
 /* It is over. */
-static void judge(aside *s)
+KOILA__HOT static void judge(aside *s)
 {
     kind *k = s->last;
     if (!k)
@@ -370,7 +391,7 @@ static void judge(aside *s)
         judge_recorded(s, k, measured > s->planned ? measured : s->planned);
 }
 
-static void begin(aside *s, kind *k, bool is_aside)
+KOILA__HOT static void begin(aside *s, kind *k, bool is_aside)
 {
     koila_assert(!s->last);
     s->last = k;
@@ -422,11 +443,29 @@ void koila__aside_failed(void)
 
 /* ---- stepping aside */
 
-/* Brings s->room up to date, at most ten times a second where that takes long. */
-static bool look_at_room(aside *s, int gpu)
+KOILA__HOT static bool has_room(const aside *s, const kind *k, uint32_t share)
 {
-    if (gpu < 0)
-        return koila__room_on(-1, false, &s->room) == 0;
+    return k->need + k->n_bytes <= s->room.bytes / share;
+}
+
+/* Brings s->room up to date for a step of kind k on the CPU. */
+KOILA__HOT static bool look_at_cpu(aside *s, const kind *k)
+{
+    const bool is_same = s->room.gpu < 0 && s->room_version == s->version;
+    const int64_t age = is_same ? koila__resident_answer_age(s->room_answer) : INT64_MAX;
+    if (age <= LOOK_LASTS || (age <= LITTLE_LASTS && has_room(s, k, LITTLE_SHARE))) {
+        koila__room_holds(&s->room, koila__cpu_bytes_current());
+        return true;
+    }
+    const bool is_known = koila__room_on(-1, false, &s->room) == 0;
+    s->room_version = s->version;
+    s->room_answer = koila__resident_answer();
+    return is_known;
+}
+
+/* Brings s->room up to date; whoever takes long to ask is asked at most ten times a second. */
+static bool look_at_gpu(aside *s, int gpu)
+{
     const int64_t now = koila__milliseconds_now();
     if (s->room.gpu == gpu && s->looked_at && now - s->looked_at <= LOOK_LASTS)
         return true;
@@ -436,22 +475,17 @@ static bool look_at_room(aside *s, int gpu)
     return is_known;
 }
 
-static bool has_room(const aside *s, const kind *k)
-{
-    return k->need + k->n_bytes <= s->room.bytes / SPARE;
-}
-
 static uint64_t apart(uint64_t a, uint64_t b) { return a > b ? a - b : b - a; }
 
 /* Than when it was recorded last. */
-static bool holds_other(const aside *s, const kind *k)
+KOILA__HOT static bool holds_other(const aside *s, const kind *k)
 {
     return k->gpu < 0 && apart(koila__cpu_bytes_current(), k->held) > k->need + slack(s);
 }
 
 /* A step of kind k begins. Does torch do it? -1 with an exception: what was left of the step before
  * could not be made. */
-static int takes(aside *s, kind *k)
+KOILA__HOT static int takes(aside *s, kind *k)
 {
     const bool counts = s->last == k && !s->is_aside; /* and was not judged yet */
     if (k->n_equal + counts < equal_steps)
@@ -462,7 +496,8 @@ static int takes(aside *s, kind *k)
     judge(s);
     if (k->n_equal < equal_steps || k->look_due || k->n_unseen >= look_every)
         return 0;
-    if (!look_at_room(s, k->gpu) || !has_room(s, k)) {
+    const bool is_known = k->gpu < 0 ? look_at_cpu(s, k) : look_at_gpu(s, k->gpu);
+    if (!is_known || !has_room(s, k, SPARE)) {
         comes_back(k, "too little memory is free");
         return 0;
     }
@@ -470,7 +505,7 @@ static int takes(aside *s, kind *k)
     return !k->look_due;
 }
 
-static int start(aside *s, kind *k)
+KOILA__HOT static int start(aside *s, kind *k)
 {
     if (!k->step.n_aside) {
         PyObject *gpu = PyLong_FromLong(k->gpu);
@@ -490,13 +525,11 @@ static int start(aside *s, kind *k)
 }
 
 /* 1: torch does the step with these inputs; 0; -1 with an exception. */
-static int step_aside(const inputs *in)
+KOILA__HOT static int step_aside(aside *s, const inputs *in)
 {
-    around now;
-    aside *s = aside_now(false);
-    if (!s || !look_around(&now))
+    if (!look_around(s))
         return 0;
-    kind *k = find(s, in, &now);
+    kind *k = find(s, in);
     const int does = k ? takes(s, k) : 0;
     return does > 0 && start(s, k) < 0 ? -1 : does;
 }
@@ -559,7 +592,7 @@ static const koila__step *ends_alone(void)
 
 /* New: a copy of batched input `o`, the same for the same tensor; anything else as it is. copies:
  * [in->n] borrowed, those made until now. */
-static PyObject *handed_out(const inputs *in, PyObject **copies, PyObject *o)
+KOILA__HOT static PyObject *handed_out(const inputs *in, PyObject **copies, PyObject *o)
 {
     for (uint32_t i = 0; i < in->n; i++) {
         if (in->at[i] != o)
@@ -572,7 +605,7 @@ static PyObject *handed_out(const inputs *in, PyObject **copies, PyObject *o)
     return Py_NewRef(o);
 }
 
-static PyObject *copied_items(const inputs *in, PyObject **copies, PyObject *items)
+KOILA__HOT static PyObject *copied_items(const inputs *in, PyObject **copies, PyObject *items)
 {
     const Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
     const bool is_list = PyList_CheckExact(items);
@@ -593,7 +626,7 @@ static PyObject *copied_items(const inputs *in, PyObject **copies, PyObject *ite
 
 /* step_aside(values, batch): what lazy(*values, batch=batch) returns where torch does the step: of
  * tensors, or of one tuple or list of tensors. None: lazy() goes on. */
-static PyObject *py_step_aside(PyObject *self, PyObject *const *args, Py_ssize_t n_args)
+KOILA__HOT static PyObject *py_step_aside(PyObject *self, PyObject *const *args, Py_ssize_t n_args)
 {
     inputs in = { .n = 0 };
     PyObject *copies[MOST_INPUTS] = { NULL };
@@ -603,10 +636,16 @@ static PyObject *py_step_aside(PyObject *self, PyObject *const *args, Py_ssize_t
         return NULL;
     }
     PyObject *values = args[0];
-    const koila__context *c = koila__context_peek();
-    if (!c || !c->aside || !call_inputs(&in, values, args[1]))
+    aside *s = aside_now(false);
+    if (!s)
         Py_RETURN_NONE;
-    const int does = step_aside(&in);
+    if (s->last) {
+        in.like = s->last->meta;
+        in.n_like = s->last->n_inputs;
+    }
+    if (!call_inputs(&in, values, args[1]))
+        Py_RETURN_NONE;
+    const int does = step_aside(s, &in);
     if (does < 0)
         return NULL;
     if (!does)
@@ -659,7 +698,8 @@ static PyObject *py_takes_alone(PyObject *self, PyObject *found)
 {
     inputs in = { .n = 0 };
     (void)self;
-    const int does = PyList_Check(found) && found_inputs(found, &in) ? step_aside(&in) : 0;
+    aside *s = aside_now(false);
+    const int does = s && PyList_Check(found) && found_inputs(found, &in) ? step_aside(s, &in) : 0;
     return does < 0 ? NULL : PyBool_FromLong(does);
 }
 
@@ -668,15 +708,14 @@ static PyObject *py_takes_alone(PyObject *self, PyObject *found)
 static PyObject *py_watch_step(PyObject *self, PyObject *found)
 {
     inputs in = { .n = 0 };
-    around now;
     (void)self;
     const koila__tape *t = koila__tape_open();
     const bool joins = t && t->n_axis_ids > 1;
-    const bool counts =
-        !joins && PyList_Check(found) && found_inputs(found, &in) && look_around(&now);
-    aside *s = aside_now(counts);
+    const bool is_plain = !joins && PyList_Check(found) && found_inputs(found, &in);
+    aside *s = aside_now(is_plain);
     if (!s)
         Py_RETURN_NONE;
+    const bool counts = is_plain && look_around(s);
     if (joins && s->last) /* more than the first call tells */
         s->is_spoiled = true;
     if (joins)
@@ -684,8 +723,8 @@ static PyObject *py_watch_step(PyObject *self, PyObject *found)
     judge(s);
     if (!counts)
         Py_RETURN_NONE;
-    kind *k = find(s, &in, &now);
-    begin(s, k ? k : add(s, &in, &now), false);
+    kind *k = find(s, &in);
+    begin(s, k ? k : add(s, &in), false);
     Py_RETURN_NONE;
 }
 

@@ -108,7 +108,7 @@ uint64_t koila__host_room(void)
     return budget == UINT64_MAX ? free : least_of(free, minus(budget, held));
 }
 
-void koila__room_holds(koila__room *room, uint64_t held)
+KOILA__HOT void koila__room_holds(koila__room *room, uint64_t held)
 {
     room->held = held;
     if (room->limit != UINT64_MAX)
