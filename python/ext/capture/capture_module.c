@@ -146,10 +146,8 @@ static PyObject *wrap_leaf(koila__tape *t, koila_value v, koila_meta meta, PyObj
     }
     g->begins_within = offset != 0;
     g->given_at = koila__memory_of(real);
-    PyObject *grad = koila__attribute(real, "requires_grad");
-    if (!grad || (grad == Py_True && PyObject_SetAttrString(w, "requires_grad", grad) < 0))
+    if (koila__requires_grad(real) && PyObject_SetAttrString(w, "requires_grad", Py_True) < 0)
         Py_CLEAR(w);
-    Py_XDECREF(grad);
     return w;
 }
 

@@ -301,13 +301,7 @@ static int check_strided(const koila__group *g, const memo_result *r)
 
 static bool grad_required(PyObject *tensor)
 {
-    if (!koila__grad_mode())
-        return false;
-    PyObject *r = koila__attribute(tensor, "requires_grad");
-    const bool yes = r == Py_True;
-    Py_XDECREF(r);
-    PyErr_Clear();
-    return yes;
+    return koila__grad_mode() && koila__requires_grad(tensor);
 }
 
 /* ---- what cannot be recorded */

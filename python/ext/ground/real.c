@@ -35,6 +35,8 @@ static struct shim {
     int32_t (*get_data_ptr)(tensor_handle, void **);
     int32_t (*get_storage_size)(tensor_handle, int64_t *);
     int32_t (*get_layout)(tensor_handle, int32_t *);
+    int32_t (*get_offset)(tensor_handle, int64_t *);
+    int64_t (*version)(tensor_handle);       /* throws for tensors of inference mode */
     int32_t (*strided)(void);                /* the layout of dense tensors */
     bool (*requires_grad)(const void *impl); /* of a TensorImpl */
     bool (*grad_mode)(void);
@@ -336,11 +338,17 @@ typedef struct plain_facts {
 } plain_facts;
 
 /* False: it is no such tensor, or torch must tell. */
-KOILA__HOT static bool read_plain(PyObject *real, plain_facts *out)
+KOILA__HOT static bool is_plain(PyObject *real)
 {
     const char *impl = *(const char **)koila__tensor_handle(real);
-    if (!lies.keys || *(const uint64_t *)(impl + lies.keys) != lies.plain_keys)
+    return lies.keys && *(const uint64_t *)(impl + lies.keys) == lies.plain_keys;
+}
+
+KOILA__HOT static bool read_plain(PyObject *real, plain_facts *out)
+{
+    if (!is_plain(real))
         return false;
+    const char *impl = *(const char **)koila__tensor_handle(real);
     const uint64_t n_dims = *(const uint64_t *)(impl + lies.sizes);
     const uint16_t code = *(const uint16_t *)(impl + lies.dtype);
     if (n_dims > MOST_INLINE_DIMS || code > 255 || dtype_of_code[code] < 0)
@@ -462,6 +470,8 @@ bool koila__lies_as(PyObject *real, const koila_meta_info *m)
 
 int koila__storage_offset(PyObject *real, int64_t *out)
 {
+    if (shim.works && shim.get_offset && shim.get_offset(koila__tensor_handle(real), out) == 0)
+        return 0;
     PyObject *name = koila__name("storage_offset");
     PyObject *o = name ? PyObject_CallMethodNoArgs(real, name) : NULL;
     *out = o ? PyLong_AsLongLong(o) : -1;
@@ -471,6 +481,10 @@ int koila__storage_offset(PyObject *real, int64_t *out)
 
 int koila__version_of(PyObject *real, uint32_t *out)
 {
+    if (shim.version && is_plain(real)) {
+        *out = (uint32_t)shim.version(koila__tensor_handle(real));
+        return 0;
+    }
     PyObject *v = version_getter(real, version_closure);
     if (!v) { /* inference tensors have no version counter */
         PyErr_Clear();
@@ -665,6 +679,7 @@ static bool find_functions(void *lib)
     FIND(shim.get_data_ptr, "aoti_torch_get_data_ptr");
     FIND(shim.get_storage_size, "aoti_torch_get_storage_size");
     FIND(shim.get_layout, "aoti_torch_get_layout");
+    FIND(shim.get_offset, "aoti_torch_get_storage_offset");
     FIND(shim.strided, "aoti_torch_layout_strided");
     FIND(shim.grad_mode, "aoti_torch_grad_mode_is_enabled");
     FIND(shim.set_grad_mode, "aoti_torch_grad_mode_set_enabled");
@@ -676,9 +691,10 @@ static bool find_functions(void *lib)
     FIND(koila__shim.later_hooks, "_ZN5torch8autograd4impl19post_acc_grad_hooksERKN2at6TensorE");
     koila__shim.get_dtype = shim.get_dtype;
     koila__shim.get_data_ptr = shim.get_data_ptr;
-    /* these two are C++ names; without them Python is asked */
+    /* these three are C++ names; without them Python is asked */
     FIND(shim.inference_mode, "_ZN3c1013InferenceMode10is_enabledEv");
     FIND(shim.requires_grad, "_ZNK3c1010TensorImpl13requires_gradEv");
+    FIND(shim.version, "_ZNK2at10TensorBase8_versionEv");
     /* without them a change between recording and run is not seen */
     FIND(shim.default_dtype, "_ZN3c1031get_default_dtype_as_scalartypeEv");
     FIND(shim.context, "_ZN2at13globalContextEv");
@@ -800,12 +816,12 @@ static void learn_layout(PyObject *probe, PyObject *tensors, uint64_t keys)
         }
 }
 
-/* The dispatch keys of `probe`, if it is a plain tensor on the CPU. False: no, or torch does not
- * tell. */
+/* The dispatch keys of `probe`, if it is a plain tensor on the CPU, which has a version. False: no,
+ * or torch does not tell. */
 static bool keys_of(PyObject *torch, PyObject *probe, uint64_t *out)
 {
     int32_t device;
-    if (Py_TYPE(probe)->tp_base != (PyTypeObject *)torch_tensor_base ||
+    if (koila__maybe_inference() || Py_TYPE(probe)->tp_base != (PyTypeObject *)torch_tensor_base ||
         shim.get_device_type(koila__tensor_handle(probe), &device) || device)
         return false;
     PyObject *c = PyObject_GetAttrString(torch, "_C");
