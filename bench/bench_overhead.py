@@ -3,20 +3,24 @@
     python bench/bench_overhead.py [--model mlp,gpt2-4] [--turns 40] [--seconds 0.25]
         [--device cuda]
 
-Each model has a process of its own, with one thread. Three ways to run its step take turns of some
-steps each, which last `--seconds`:
+Each model has a process of its own, with one thread. Four ways to run its step take turns of some
+steps each, in another order each time, which last `--seconds`:
 
 - plain: PyTorch without koila;
+- again: the same, to see how far the clock is to be trusted: it should read 1.000;
 - aside: koila in the steady state, where torch does the step alone and koila looks at one in 1024;
 - recorded: under `koila.step_aside(False)` every step is recorded and run.
 
-Told are the processor time of a plain step (on a GPU: of the clock), and for both others the median
-over the turns of the time relative to plain's of the same turn, with the quartiles.
+Told are the processor time of a plain step (on a GPU: of the clock), and for the others the median
+over the turns of the time relative to plain's of the same turn, with the interval in which 95 of
+100 such medians lie, of turns drawn anew from these. Many short turns (`--turns 400 --seconds 0.01`
+for steps of less than a millisecond) tell 0.003 apart even beside other programs.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -96,10 +100,14 @@ MODELS: dict[str, Callable[[], Model]] = {
 }
 
 
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    ordered = sorted(values)
-    n = len(ordered)
-    return ordered[n // 4], ordered[n // 2], ordered[(3 * n) // 4]
+def median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """In which 95 of 100 medians lie of as many values drawn from these."""
+    drawn = sorted(median(random.choices(values, k=len(values))) for _ in range(400))
+    return drawn[9], drawn[-10]
 
 
 def measure(name: str, turns: int, seconds: float, device: str) -> None:
@@ -127,21 +135,23 @@ def measure(name: str, turns: int, seconds: float, device: str) -> None:
         with koila.step_aside(False):
             return steps(n, True)
 
-    ways = [lambda n: steps(n, False), lambda n: steps(n, True), recorded]
-    for way in ways:
+    def plain(n: int) -> float:
+        return steps(n, False)
+
+    ways = {"plain": plain, "again": plain, "aside": lambda n: steps(n, True), "recorded": recorded}
+    for way in ways.values():
         way(WARM_UP)
-    n = max(1, int(seconds / ways[0](10)))
+    n = max(1, int(seconds / plain(10)))
     assert (plan := koila.last_plan()) is not None and plan.n_micro_batches == 1
-    times: list[list[float]] = []
-    for turn in range(turns):
-        order = [(turn + i) % len(ways) for i in range(len(ways))]
-        found = {i: ways[i](n) for i in order}
-        times.append([found[i] for i in range(len(ways))])
-    base = quartiles([t[0] for t in times])[1]
-    told = [f"{name:9s} plain {base * 1e3:8.3f} ms"]
-    for i, what in ((1, "aside"), (2, "recorded")):
-        low, middle, high = quartiles([t[i] / t[0] for t in times])
-        told.append(f"{what} {middle:.3f} ({low:.3f} to {high:.3f})")
+    turns_of = []
+    for _ in range(turns):
+        order = random.sample(list(ways), len(ways))
+        turns_of.append({what: ways[what](n) for what in order})
+    told = [f"{name:9s} plain {median([t['plain'] for t in turns_of]) * 1e3:8.3f} ms"]
+    for what in ("again", "aside", "recorded"):
+        ratios = [t[what] / t["plain"] for t in turns_of]
+        low, high = interval(ratios)
+        told.append(f"{what} {median(ratios):.3f} ({low:.3f} to {high:.3f})")
     print("   ".join(told), flush=True)
 
 
