@@ -660,19 +660,25 @@ def check_shared(func: Any, written: torch.Tensor, other: torch.Tensor) -> None:
         )
 
 
-def check_apart_from_itself(func: Any, x: torch.Tensor) -> None:
-    """Refuse `x.add_(x)` where elements of x lie on each other (windows by `unfold`): eager reads
-    some that it has just written. A copy of itself is nothing."""
-    if func is aten.copy_.default:
-        return
+def _lie_apart(sizes: Any, strides: Any) -> bool:
+    """Is each element one element of memory? False for `expand`, and windows by `unfold`."""
     reach = 0
-    for stride, size in sorted((d, s) for s, d in zip(x.size(), x.stride()) if s != 1):
+    for stride, size in sorted((d, s) for s, d in zip(sizes, strides) if s != 1):
         if stride <= reach:
-            raise UnsupportedError(
-                f"{func} reads and writes a lazy tensor of which several elements are one element "
-                "of memory: the result depends on the order. Use .clone() of what it reads"
-            )
+            return False
         reach += (size - 1) * stride
+    return True
+
+
+def check_apart_from_itself(func: Any, x: torch.Tensor) -> None:
+    """Refuse `x.add_(x)` where elements of x lie on each other: eager reads some that it has just
+    written. A copy of itself is nothing."""
+    if func is aten.copy_.default or _lie_apart(x.size(), x.stride()):
+        return
+    raise UnsupportedError(
+        f"{func} reads and writes a lazy tensor of which several elements are one element "
+        "of memory: the result depends on the order. Use .clone() of what it reads"
+    )
 
 
 def check_plain_views(func: Any, real: torch.Tensor, own: int = 2) -> None:
@@ -687,17 +693,14 @@ def check_plain_views(func: Any, real: torch.Tensor, own: int = 2) -> None:
 
 
 def check_elements_apart(func: Any, given: Layout) -> None:
-    """Refuse to write into a batch whose elements lie on each other (`expand`, windows by
-    `unfold`): eager changes several of them at once, koila's batch has them one by one."""
-    reach = 0
-    for stride, size in sorted((d, s) for s, d in zip(*given[1:]) if s != 1):
-        if stride <= reach:
-            raise UnsupportedError(
-                f"{func} writes into a batch of which several elements are one element of memory "
-                f"(sizes {given[1]}, strides {given[2]}): in eager all of them change. Pass lazy() "
-                "a clone() of it, or write into one"
-            )
-        reach += (size - 1) * stride
+    """Refuse to write into a batch whose elements lie on each other: eager changes several of them
+    at once, koila's batch has them one by one."""
+    if not _lie_apart(*given[1:]):
+        raise UnsupportedError(
+            f"{func} writes into a batch of which several elements are one element of memory "
+            f"(sizes {given[1]}, strides {given[2]}): in eager all of them change. Pass lazy() "
+            "a clone() of it, or write into one"
+        )
 
 
 def check_apart(func: Any, written: Layout, other: Layout | None) -> None:

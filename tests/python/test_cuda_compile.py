@@ -18,7 +18,7 @@ WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize
 
 
 class Instead:
-    """Runs in place of what Inductor makes, on the simulated device."""
+    """Runs in place of what Inductor makes."""
 
     off = 0.0  # is added to the last sum
     error = None  # is raised
@@ -49,9 +49,17 @@ def may_depend_on_the_clock():
 def instead(monkeypatch):
     _core.forget()  # plans of other tests, with their bodies
     it = Instead()
-    if simulated_device():
-        monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", it.compile_fx_inner)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", it.compile_fx_inner)
     return it
+
+
+@pytest.fixture
+def made(request):
+    """Loops are what Inductor makes of them; on the simulated device, what it would be given."""
+    if simulated_device():
+        request.getfixturevalue("instead")
+    else:
+        _core.forget()
 
 
 @pytest.fixture
@@ -129,7 +137,7 @@ def are_alike(found, expected):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_whose_loops_are_compiled_is_that_of_plain_torch(instead, never_judged, name):
+def test_a_step_whose_loops_are_compiled_is_that_of_plain_torch(made, never_judged, name):
     training = Training(name)
     expected = training.step(lazily=False)
     assert are_alike(training.until_compiled(), expected)
@@ -138,15 +146,13 @@ def test_a_step_whose_loops_are_compiled_is_that_of_plain_torch(instead, never_j
 
 
 def test_a_body_that_computes_something_else_is_noticed_by_these_tests(instead, never_judged):
-    if not simulated_device():
-        pytest.skip("Inductor's own functions run there")
     training = Training()
     expected = training.step(lazily=False)
     instead.off = 1e-6
     assert not are_alike(training.until_compiled(), expected)
 
 
-def test_what_compiled_loops_take_is_known_after_a_run_that_raised_the_peak(instead, never_judged):
+def test_what_compiled_loops_take_is_known_after_a_run_that_raised_the_peak(made, never_judged):
     training = Training()
     training.until_compiled()
     assert koila.last_plan().predicted_uncompiled
@@ -157,8 +163,10 @@ def test_what_compiled_loops_take_is_known_after_a_run_that_raised_the_peak(inst
     assert plan.predicted_peak_bytes == plan.measured_peak_bytes
 
 
-def n_waits(fakecuda):
-    return sum(fakecuda.calls().get(f, 0) for f in WAITS)
+def n_waits():
+    """Of the driver's calls. Only the simulated device counts them."""
+    fakecuda = simulated_device()
+    return sum(fakecuda.calls().get(f, 0) for f in WAITS) if fakecuda else 0
 
 
 @pytest.mark.parametrize("seconds, is_used", [(3.1, True), (4.0, False)])
@@ -166,9 +174,6 @@ def test_a_function_that_takes_longer_is_dropped_and_nobody_waits(
     instead, monkeypatch, seconds, is_used
 ):
     """A loop takes 3 seconds by the test's clock, `seconds` where its function runs."""
-    fakecuda = simulated_device()
-    if not fakecuda:
-        pytest.skip("what Inductor makes is what it is")
     told = []
 
     class Clock(_cuda.Clock):
@@ -187,24 +192,22 @@ def test_a_function_that_takes_longer_is_dropped_and_nobody_waits(
     monkeypatch.setattr(_cuda, "Clock", Clock)
     training = Training("contrastive")
     training.until_compiled()
-    before = n_waits(fakecuda)
+    before = n_waits()
     for _ in range(40):
         training.compiled_step()
     used = any(loop.compiled for loop in koila.last_plan().loops)
-    waits = n_waits(fakecuda) - before
+    waits = n_waits() - before
     assert used is is_used
     n_told = len(told)
     training.compiled_step()
     assert len(told) == n_told, "one comparison is enough, or there is nothing to compare"
-    before = n_waits(fakecuda)
+    before = n_waits()
     for _ in range(40):
         training.step(lazily=False)
-    assert waits <= n_waits(fakecuda) - before
+    assert waits <= n_waits() - before
 
 
 def test_where_a_function_runs_out_of_memory_the_step_runs_without_it(instead, never_judged):
-    if not simulated_device():
-        pytest.skip("Inductor's own functions run there")
     training = Training()
     expected = training.step(lazily=False)
     training.until_compiled()
