@@ -8,10 +8,19 @@
  */
 #include "predict/simulation.h"
 
+#include "graph/table.h"
+
 #include <stdlib.h>
 
 /* Every write happens in place. */
 enum { ALL_WRITES = UINT16_MAX };
+
+/* Note [Gradients that are added up]. What several operators read has a gradient from each. Torch's
+ * engine adds each to those before it, in place where it alone holds their sum [read:
+ * input_buffer.cpp, accumulate]. Recorded is a sum like any other, into new memory. It is one of
+ * the engine's if it is made in the backward, of two results of it, the first of which nobody reads
+ * again; and if it has the source line of the backward as a whole, for functions that are written
+ * in Python have lines of their own. */
 
 bool koila__is_cast(const koila__sim *s, koila_value v)
 {
@@ -67,7 +76,7 @@ static bool is_forward(const koila__sim *s, koila_node n)
     return koila_sig_get(s->t, koila_node_get(s->g, n).sig)->grad_mode & 1;
 }
 
-static koila_node first_of_backward(const koila__sim *s)
+koila_node koila__first_of_backward(const koila__sim *s)
 {
     koila_node n = 0;
     while (n < koila_graph_n_nodes(s->g) && is_forward(s, n))
@@ -108,7 +117,7 @@ static void find_releases(const koila__sim *s, uint32_t *at)
 static void end_casts(koila__sim *s)
 {
     enum { UNREAD, IN_FORWARD, DECIDED };
-    const koila_node middle = first_of_backward(s);
+    const koila_node middle = koila__first_of_backward(s);
     for (koila_node n = 0; n < koila_graph_n_nodes(s->g); n++) {
         const koila_sig_info *sig = koila_sig_get(s->t, koila_node_get(s->g, n).sig);
         for (uint32_t i = 0; i < sig->n_inputs; i++) {
@@ -125,6 +134,32 @@ static void end_casts(koila__sim *s)
     }
 }
 
+/* Is v made after node `middle`? */
+static bool is_of_backward(const koila__sim *s, koila_value v, koila_node middle)
+{
+    const koila_node n = koila_value_get(s->g, v).node;
+    return n != KOILA_NONE && n > middle;
+}
+
+/* s->adds_up: see Note [Gradients that are added up]. */
+static void find_sums(koila__sim *s)
+{
+    const koila_node middle = koila__first_of_backward(s);
+    for (koila_node n = middle; n < koila_graph_n_nodes(s->g); n++) {
+        const koila_node_info node = koila_node_get(s->g, n);
+        const koila_sig_info *sig = koila_sig_get(s->t, node.sig);
+        if (is_forward(s, n) || !koila__adds_two(s->t, sig) ||
+            node.line != koila_node_get(s->g, middle).line)
+            continue;
+        const koila_value *terms = koila_node_inputs(s->g, n);
+        const bool is_read_again = terms[0] == terms[1] || s->ends[terms[0]].n_nodes > n + 1;
+        s->adds_up[n] = is_of_backward(s, terms[0], middle) &&
+                        is_of_backward(s, terms[1], middle) && !is_read_again &&
+                        sig->inputs[0] == sig->outputs[0] &&
+                        koila_meta_is_dense(koila__sim_meta(s, terms[0]));
+    }
+}
+
 koila_status koila__sim_open_plain(koila__sim *s)
 {
     s->is_plain = true;
@@ -133,9 +168,11 @@ koila_status koila__sim_open_plain(koila__sim *s)
     s->twin = koila__arena_array(&s->arena, s->n_values, sizeof *s->twin);
     s->early_end = koila__arena_array(&s->arena, s->n_values, sizeof *s->early_end);
     s->release = koila__arena_array(&s->arena, koila_graph_n_nodes(s->g) + 1, sizeof *s->release);
-    if (!s->ends || !s->was_read || !s->twin || !s->early_end || !s->release)
+    s->adds_up = koila__arena_array(&s->arena, koila_graph_n_nodes(s->g), 1);
+    if (!s->ends || !s->was_read || !s->twin || !s->early_end || !s->release || !s->adds_up)
         return s->status = KOILA_NO_MEMORY;
     find_ends(s);
+    find_sums(s);
     find_releases(s, s->release);
     for (koila_value v = 0; v < s->n_values; v++)
         s->twin[v] = v;
@@ -187,7 +224,10 @@ static void end_value(koila__sim *s, koila_value v)
 void koila__sim_run_plain(koila__sim *s)
 {
     uint32_t next = 0;
+    const koila_node middle = koila__first_of_backward(s);
     for (koila_node n = 0; n < koila_graph_n_nodes(s->g) && !s->status; n++) {
+        if (n == middle)
+            koila__sim_drop_last_outputs(s);
         if (s->o.autocast)
             make_casts(s, n);
         koila__sim_run_node(s, n, ALL_WRITES);

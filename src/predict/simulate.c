@@ -174,6 +174,14 @@ static void use(koila__sim *s, const uint64_t *bytes, uint32_t n)
         koila__sim_give(s, addr[i]);
 }
 
+/* In plain PyTorch: is the sum that node n makes written over its first term? */
+static bool adds_up(const koila__sim *s, koila_node n)
+{
+    const koila__storage_id first =
+        s->adds_up[n] ? storage_of(s, koila_node_inputs(s->g, n)[0]) : 0;
+    return first && s->storages.at[first].refs == 1;
+}
+
 /* Fresh results; returns the bytes requested. [read: Conv_v8.cpp, try_plans] Where a convolution's
  * workspace does not fit, torch takes an engine with a smaller one; what was measured is of the
  * engine that was taken. A sum that is written over a term (`steal`) requests
@@ -194,8 +202,9 @@ static uint64_t make_fresh(koila__sim *s, koila_node n, const koila__cuda_call *
             home[v] = koila__storage_hold(s, storage_of(s, inputs[0]));
             continue;
         }
-        if (steal && !k->sig->n_writes && !s->is_plain) {
-            home[v] = koila__storage_hold(s, storage_of(s, inputs[koila_term_written_over(steal)]));
+        const uint32_t term = s->is_plain ? 0 : koila_term_written_over(steal);
+        if (s->is_plain ? adds_up(s, n) : steal && !k->sig->n_writes) {
+            home[v] = koila__storage_hold(s, storage_of(s, inputs[term]));
             continue;
         }
         const uint64_t recorded = koila__result_bytes(k, i, made_bytes(s, v));

@@ -76,6 +76,8 @@ typedef struct koila__sim {
     uint32_t *early_end;
     uint32_t *release; /* [nodes + 1] when autograd next gives up what it saved */
     uint32_t n_ends;
+    uint8_t *adds_up;  /* [nodes] a sum of gradients that is written over its first term, which is
+                        * held by nothing else then */
     koila_value *twin; /* [n_values] of a cast: the first leaf with the same storage; else itself */
 
     /* ---- storages */
@@ -165,6 +167,8 @@ void koila__sim_sort_ends(koila__sim *s);
 /* Is v autocast's copy of a parameter? It is a leaf, because what happens to parameters alone is
  * not recorded; plain PyTorch makes it for the first operator that reads it. */
 bool koila__is_cast(const koila__sim *s, koila_value v);
+/* The first node after the forward; the number of nodes: there is no backward. */
+koila_node koila__first_of_backward(const koila__sim *s);
 /* Every recorded operator once. */
 void koila__sim_run_plain(koila__sim *s);
 
@@ -183,6 +187,9 @@ bool koila__is_real_leaf(const koila__sim *s, koila_value v);
 bool koila__is_transposed_leaf(const koila__sim *s, koila_value v);
 /* Loads the tensors that are on the device before the first step. */
 void koila__sim_load_leaves(koila__sim *s);
+/* The names of the last step's loss and outputs are bound to those of this one: before the backward
+ * begins, or, of a step without one, at its end. */
+void koila__sim_drop_last_outputs(koila__sim *s);
 /* One training step; `first`: it makes the optimizer's state. */
 void koila__sim_step(koila__sim *s, bool first);
 

@@ -388,7 +388,8 @@ static void bind_batch(koila__sim *s)
     }
 }
 
-/* zero_grad() drops gradients; loss and outputs stay until the step has bound them anew. */
+/* zero_grad() drops gradients; loss and outputs stay until the program has bound them anew:
+ * koila__sim_drop_last_outputs(). */
 static void forget_last_step(koila__sim *s)
 {
     for (koila_value v = 0; v < s->n_values && !s->status; v++) {
@@ -403,14 +404,19 @@ static void forget_last_step(koila__sim *s)
     }
 }
 
-/* Ends every value that is no result, and the results of the step before. */
+void koila__sim_drop_last_outputs(koila__sim *s)
+{
+    while (s->last_out.n)
+        koila__storage_drop(s, &s->last_out.at[--s->last_out.n]);
+}
+
+/* Ends every value that is no result, and what is left of the step before. */
 static void end_step(koila__sim *s)
 {
+    koila__sim_drop_last_outputs(s);
     for (koila_value v = 0; v < s->n_values && !s->status; v++)
         if (s->whole[v] && !s->is_target[v] && koila_value_get(s->g, v).node != KOILA_NONE)
             koila__storage_drop(s, &s->whole[v]);
-    while (s->last_out.n)
-        koila__storage_drop(s, &s->last_out.at[--s->last_out.n]);
     koila_check(koila__sim_check(s));
 }
 
@@ -421,10 +427,13 @@ void koila__sim_step(koila__sim *s, bool first)
     s->at_node = KOILA_NONE;
     bind_batch(s);
     forget_last_step(s);
-    if (s->is_plain)
+    if (s->is_plain) {
         koila__sim_run_plain(s);
-    else
+    } else {
+        if (koila__first_of_backward(s) < koila_graph_n_nodes(s->g))
+            koila__sim_drop_last_outputs(s); /* all was bound anew when the backward asks for it */
         koila__sim_run_plan(s);
+    }
     if (s->o.autocast)
         widen_gradients(s);
     end_step(s);

@@ -130,6 +130,53 @@ class Held(nn.Module):
         return self.f(x * self.scale)
 
 
+class Branches(nn.Module):
+    """Several functions of one result, whose gradients are added up."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.n, self.linear = n, nn.Linear(1024, 1024)
+
+    def forward(self, x):
+        h = self.linear(x)
+        return torch.stack([(h * n).sum() for n in range(self.n)])
+
+
+class _Doubled(torch.autograd.Function):
+    """Its backward adds two results while it holds both."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        one, other = grad * 0.5, grad * 1.5
+        return one + other
+
+
+class Shortcuts(nn.Module):
+    """Blocks of convolutions whose input is added to their result."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.first = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(16, 16, 3, padding=1, bias=False),
+                nn.ReLU(),
+                nn.Conv2d(16, 16, 3, padding=1, bias=False),
+            )
+            for _ in range(n)
+        )
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.relu(x + block(x))
+        return x
+
+
 def named(dtype):
     return str(dtype).removeprefix("torch.")
 
@@ -158,9 +205,21 @@ CASES |= {
         512,
         step=lambda m, x: F.cross_entropy(m(x), x),
     ),
+    "losses that a mean keeps": of(
+        lambda: nn.Linear(1024, 1024), 4096, 1024, step=lambda m, x: F.mse_loss(m(x), x)
+    ),
     "attention of float32, no dropout": of(
         lambda: Attention(4, 64, torch.float32), 8, 256, 256
     ),
+    "gradients of two branches": of(lambda: Branches(2), 4096, 1024),
+    "gradients of five branches": of(lambda: Branches(5), 4096, 1024),
+    "a sum in a function's backward": of(
+        lambda: nn.Linear(1024, 1024),
+        4096,
+        1024,
+        step=lambda m, x: _Doubled.apply(m(x)).sum(),
+    ),
+    "gradients of a block with a shortcut": of(lambda: Shortcuts(3), 8, 16, 64, 64),
     "a checkpoint": of(
         lambda: nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)),
         1024,
