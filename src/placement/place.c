@@ -754,6 +754,30 @@ static bool input_gives_want(void *user, koila_placement s)
     return ok;
 }
 
+/* Does the call stack, or join, its inputs, so that those that are placed alike and of one form
+ * differ by their place in the result alone? */
+static bool treats_alike(koila__placer *p, const koila_sig_info *sig)
+{
+    const koila__rule rule = op_rule(p, sig->op)->rule;
+    return rule == koila__rule_stack || rule == koila__rule_cat;
+}
+
+/* Was an input before i tried that gives what input i would give? */
+static bool was_one_like_it(koila__placer *p, const koila_sig_info *sig,
+                            const koila_placement *placed, uint32_t i)
+{
+    return i > 0 && placed[i - 1].kind == KOILA_FREE && sig->inputs[i - 1] == sig->inputs[i] &&
+           treats_alike(p, sig);
+}
+
+/* Does some placement of input t->i give the wanted result? */
+static bool some_input_gives_want(input_search *t)
+{
+    return each_placement(koila__meta(t->p->table, t->sig->inputs[t->i]),
+                          koila_graph_axis_size(t->p->from, t->axis), t->axis, t->want,
+                          input_gives_want, t);
+}
+
 /* Begins to settle FREE v as `want`; false leaves it FREE. */
 static bool resolve_s(koila__placer *p, koila_value v, koila_placement want)
 {
@@ -777,9 +801,10 @@ static bool resolve_s(koila__placer *p, koila_value v, koila_placement want)
         if (placed[i].kind != KOILA_FREE)
             continue;
         input_search t = { p, sig, in, placed, want, i, output, want.axis, &a };
-        found = each_placement(koila__meta(p->table, sig->inputs[i]),
-                               koila_graph_axis_size(p->from, want.axis), want.axis, want,
-                               input_gives_want, &t);
+        if (was_one_like_it(p, sig, placed, i))
+            koila_check(!some_input_gives_want(&t));
+        else
+            found = some_input_gives_want(&t);
     }
     found = found && p->status == KOILA_OK && begin_to_settle(p, id, &a);
     koila__arena_rewind(&p->scratch, before);
