@@ -54,9 +54,8 @@ static const koila__recompute ladder[] = {
     { .n_segments = 32 },
 };
 
-/* From where all is dropped in three directions, and from each of these rungs; of a large step from
- * fewer. */
-enum { MOST_PATHS = 3 + 2 * KOILA_COUNT(ladder), MOST_FILLED = 3 };
+/* So many rungs of the ladder are filled, in a large step. */
+enum { MOST_FILLED = 3 };
 
 /* The same with host memory. */
 static const koila__recompute host_ladder[] = {
@@ -134,9 +133,9 @@ typedef struct rung {
 
 /* The rungs of one base, and what they are drawn from. */
 typedef struct rungs {
-    koila__arena arena; /* of all below: gone when one is taken */
-    rung *at;
-    uint32_t n;
+    koila_allocator mem;
+    koila__arena arena; /* of the paths: gone when one is taken */
+    VEC(rung) all;
     koila__outline *usual, *host;
     bool in_any_case; /* they are made also where none fits, for their bounds */
     uint64_t limit;   /* choices of paths that are bound to need more are not tried */
@@ -153,37 +152,35 @@ static bool choose_rung(const rung *r)
                    : koila__outline_choose(r->outline, &r->how);
 }
 
-/* Room for the rungs of ladders and paths of `base`. Whatever it returns, end *r with free_rungs().
- */
-static koila_status rungs_room(const koila__planning *q, const koila__way *base, rungs *r)
+/* No rungs of `base` yet; end them with free_rungs(). */
+static rungs no_rungs(const koila__planning *q, const koila__way *base)
 {
-    const size_t most = KOILA_COUNT(ladder) + KOILA_COUNT(host_ladder) +
-                        (size_t)MOST_PATHS * (KOILA__PATH_GROUPS + 1);
-    koila__arena_init(&r->arena, &q->plan->mem);
-    r->at = koila__arena_array(&r->arena, most, sizeof *r->at);
-    r->limit = UINT64_MAX;
-    r->part = 512;
-    r->effort = q->effort;
-    r->n_nodes = base->placed->graph->nodes.n;
-    return r->at ? KOILA_OK : KOILA_NO_MEMORY;
+    rungs r = { .mem = q->plan->mem,
+                .limit = UINT64_MAX,
+                .part = 512,
+                .effort = q->effort,
+                .n_nodes = base->placed->graph->nodes.n };
+    koila__arena_init(&r.arena, &q->plan->mem);
+    return r;
 }
 
 static void free_rungs(rungs *r)
 {
     koila__outline_free(r->usual);
     koila__outline_free(r->host);
+    koila__vec_free(&r->mem, &r->all);
     koila__arena_deinit(&r->arena);
 }
 
-static void add_rung(rungs *r, koila__outline *outline, koila__recompute how)
+static koila_status add_rung(rungs *r, koila__outline *outline, koila__recompute how)
 {
     rung x = { .how = how, .outline = outline };
     if (!koila__outline_choose(outline, &how))
-        return;
+        return KOILA_OK;
     x.bound = koila__outline_bound(outline);
     x.waiting = koila__outline_waiting(outline);
     x.work = koila__outline_work(outline);
-    r->at[r->n++] = x;
+    return koila__vec_push(&r->mem, &r->all, x) ? KOILA_OK : KOILA_NO_MEMORY;
 }
 
 /* The choices of a path from what was chosen last become rungs. */
@@ -195,14 +192,16 @@ static koila_status add_path(rungs *r, koila_node at, koila__direction direction
     KOILA_TRY(koila__path_make(r->usual, direction, until, &r->arena, path));
     koila__spend(r->effort, KOILA_COST_NS_CHOICE * path->n_looks, r->n_nodes);
     const uint64_t waiting = path->n == 1 ? koila__outline_waiting(r->usual) : 0; /* chosen last */
+    if (!koila__vec_reserve(&r->mem, &r->all, path->n))
+        return KOILA_NO_MEMORY;
     for (uint32_t i = 0; i < path->n; i++)
-        r->at[r->n++] = (rung){ .how = { .at = at },
-                                .outline = r->usual,
-                                .path = path,
-                                .choice = i,
-                                .bound = path->at[i].gauge.bound,
-                                .waiting = waiting,
-                                .work = path->at[i].work };
+        r->all.at[r->all.n++] = (rung){ .how = { .at = at },
+                                        .outline = r->usual,
+                                        .path = path,
+                                        .choice = i,
+                                        .bound = path->at[i].gauge.bound,
+                                        .waiting = waiting,
+                                        .work = path->at[i].work };
     return KOILA_OK;
 }
 
@@ -211,8 +210,9 @@ static const rung *next_to_fill(const rungs *r, uint32_t n, const bool *is_seen,
 {
     const rung *best = NULL;
     for (uint32_t i = 0; i < n; i++)
-        if (!is_seen[i] && r->at[i].bound <= budget && (!best || r->at[i].work < best->work))
-            best = &r->at[i];
+        if (!is_seen[i] && r->all.at[i].bound <= budget &&
+            (!best || r->all.at[i].work < best->work))
+            best = &r->all.at[i];
     return best;
 }
 
@@ -228,16 +228,16 @@ static koila_status add_fills(const koila__planning *q, rungs *r, koila_node at)
 {
     bool is_seen[KOILA_COUNT(ladder)] = { 0 };
     const uint64_t budget = q->options->budget_bytes;
-    const uint32_t n = r->n;
+    const uint32_t n = r->all.n;
     const uint32_t most = is_compared(q) ? 1 : MOST_FILLED;
     memset(koila__outline_spared(r->usual), 0, koila__outline_n_makers(r->usual));
     if (koila__outline_choose_makers(r->usual))
         KOILA_TRY(add_path(r, at, KOILA__FILLS, budget));
     const rung *x = next_to_fill(r, n, is_seen, budget);
     for (uint32_t i = 0; i < most && x; i++, x = next_to_fill(r, n, is_seen, budget)) {
-        is_seen[x - r->at] = true;
+        is_seen[x - r->all.at] = true;
         koila__outline_choose(r->usual, &x->how);
-        KOILA_TRY(add_path(r, at, KOILA__FILLS, budget));
+        KOILA_TRY(add_path(r, at, KOILA__FILLS, budget)); /* moves the rungs */
     }
     return KOILA_OK;
 }
@@ -246,7 +246,7 @@ static koila_status add_fills(const koila__planning *q, rungs *r, koila_node at)
 static koila_status add_path_of_rung(rungs *r, koila_node at, uint32_t i,
                                      koila__direction direction)
 {
-    koila__outline_choose(r->usual, &r->at[i].how);
+    koila__outline_choose(r->usual, &r->all.at[i].how);
     return add_path(r, at, direction, UINT64_MAX);
 }
 
@@ -262,8 +262,8 @@ static koila_status add_path_of_all(rungs *r, koila_node at, koila__direction di
 static uint64_t least_of(const rungs *r)
 {
     uint64_t least = UINT64_MAX;
-    for (uint32_t i = 0; i < r->n; i++)
-        least = r->at[i].bound < least ? r->at[i].bound : least;
+    for (uint32_t i = 0; i < r->all.n; i++)
+        least = r->all.at[i].bound < least ? r->all.at[i].bound : least;
     return least;
 }
 
@@ -286,7 +286,7 @@ static bool is_left_to_axes(const koila__planning *q, const rungs *r)
 static koila_status add_few_choices(const koila__planning *q, rungs *r, koila_node at)
 {
     const uint64_t budget = q->options->budget_bytes;
-    const uint32_t n = r->n;
+    const uint32_t n = r->all.n;
     if (is_left_to_axes(q, r))
         return KOILA_OK;
     KOILA_TRY(add_fills(q, r, at));
@@ -305,7 +305,7 @@ static koila_status add_choices(const koila__planning *q, rungs *r, koila_node a
 {
     const uint64_t budget = q->options->budget_bytes;
     const bool is_small = koila__outline_n_makers(r->usual) <= KOILA_COST_SMALL_STEP;
-    const uint32_t n = r->n;
+    const uint32_t n = r->all.n;
     if (is_compared(q) && koila__is_spent(q->effort))
         return KOILA_OK;
     if (koila__outline_is_hopeless(r->usual, least_of(r), budget))
@@ -344,7 +344,7 @@ static koila_status make_rungs(const koila__planning *q, const koila__way *base,
     for (size_t i = 0; i < KOILA_COUNT(ladder); i++) {
         koila__recompute x = ladder[i];
         x.at = at;
-        add_rung(r, r->usual, x);
+        KOILA_TRY(add_rung(r, r->usual, x));
     }
     koila__spend(q->effort, KOILA_COST_NS_CHOICE * KOILA_COUNT(ladder), r->n_nodes);
     KOILA_TRY(add_choices(q, r, at));
@@ -359,7 +359,7 @@ static koila_status make_rungs(const koila__planning *q, const koila__way *base,
         x.host = (koila__host){ .n_bytes = o->host_bytes,
                                 .price = o->host_price,
                                 .device = o->host_device };
-        add_rung(r, r->host, x);
+        KOILA_TRY(add_rung(r, r->host, x));
     }
     return KOILA_OK;
 }
@@ -443,8 +443,8 @@ static bool may_be_tried(const koila__planning *q, const rungs *r, const rung *x
 static rung *least_work(const koila__planning *q, rungs *r)
 {
     rung *best = NULL;
-    for (uint32_t i = 0; i < r->n; i++) {
-        rung *x = &r->at[i];
+    for (uint32_t i = 0; i < r->all.n; i++) {
+        rung *x = &r->all.at[i];
         if (may_be_tried(q, r, x) && (!best || x->work < best->work))
             best = x;
     }
@@ -454,8 +454,8 @@ static rung *least_work(const koila__planning *q, rungs *r)
 /* May a rung that is still to be tried be less work than the best way so far? */
 static bool any_is_less(const koila__planning *q, rungs *r, const koila__way *best)
 {
-    for (uint32_t i = 0; i < r->n; i++) {
-        rung *x = &r->at[i];
+    for (uint32_t i = 0; i < r->all.n; i++) {
+        rung *x = &r->all.at[i];
         if (!may_be_tried(q, r, x) || !is_less(x->work, best))
             continue;
         if (!best->accepted || x->outline == r->host)
@@ -504,13 +504,11 @@ static koila_status drop_up_to(const koila__planning *q, const koila__way *base,
                                koila__way *best, uint64_t *bound, bool *is_small)
 {
     const uint64_t budget = q->options->budget_bytes;
-    rungs r = { .n = 0 };
-    koila_status status = rungs_room(q, base, &r);
+    rungs r = no_rungs(q, base);
     r.in_any_case = bound || q->options->host_price > 0;
-    if (status == KOILA_OK)
-        status = make_rungs(q, base, at, &r);
+    koila_status status = make_rungs(q, base, at, &r);
     if (status == KOILA_OK) {
-        const uint64_t least = r.n ? least_of(&r) : 0;
+        const uint64_t least = r.all.n ? least_of(&r) : 0;
         if (bound)
             *bound = least;
         *is_small = koila__outline_n_makers(r.usual) <= KOILA_COST_SMALL_STEP &&
@@ -685,7 +683,7 @@ static koila_status make_rungs_along(const koila__planning *q, const koila__way 
         return KOILA_OK;
     for (size_t i = 0; i < KOILA_COUNT(n_segments); i++) {
         x.n_segments = n_segments[i];
-        add_rung(r, r->usual, x);
+        KOILA_TRY(add_rung(r, r->usual, x));
     }
     koila__spend(q->effort, KOILA_COST_NS_CHOICE * KOILA_COUNT(n_segments), r->n_nodes);
     return KOILA_OK;
@@ -735,9 +733,9 @@ static koila_status try_along(koila__planning *q, const koila__way *way, rung *x
  * which runs the least again. */
 static rung *next_along(const koila__planning *q, rungs *r)
 {
-    for (uint32_t i = 0; i < r->n; i++)
-        if (is_likely(q, r, &r->at[i]))
-            return &r->at[i];
+    for (uint32_t i = 0; i < r->all.n; i++)
+        if (is_likely(q, r, &r->all.at[i]))
+            return &r->all.at[i];
     return NULL;
 }
 
@@ -752,8 +750,8 @@ static void learn_from(rungs *r, const rung *x, const outcome *came)
 /* Other numbers of segments may drop the same: they are not tried too. */
 static void leave_out_alike(rungs *r, const rung *x)
 {
-    for (uint32_t i = 0; i < r->n; i++) {
-        rung *y = &r->at[i];
+    for (uint32_t i = 0; i < r->all.n; i++) {
+        rung *y = &r->all.at[i];
         y->is_out |= y->waiting == x->waiting && y->bound == x->bound && y->work == x->work;
     }
 }
@@ -804,10 +802,8 @@ static koila_status climb_along(koila__planning *q, const koila__way *way, rungs
 koila_status koila__drop_along(koila__planning *q, koila_node turn, koila__way *way)
 {
     koila__way best = { 0 };
-    rungs r = { .n = 0 };
-    koila_status status = rungs_room(q, way, &r);
-    if (status == KOILA_OK)
-        status = make_rungs_along(q, way, turn, &r);
+    rungs r = no_rungs(q, way);
+    koila_status status = make_rungs_along(q, way, turn, &r);
     if (status == KOILA_OK)
         status = climb_along(q, way, &r, &best);
     if (status == KOILA_OK && best.placed && koila__way_is_better(q, &best, way))
