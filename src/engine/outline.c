@@ -114,7 +114,10 @@ static koila_status add_makers(koila__outline *o)
 {
     for (koila_node n = 0; n <= o->at; n++) {
         const koila_sig_info *s = sig_of(o, n);
-        maker m = { .node = n, .first_store = o->stores.n, .first_edge = o->edges.n };
+        maker m = { .node = n,
+                    .first_store = o->stores.n,
+                    .first_edge = o->edges.n,
+                    .is_sure = o->is_sure[n] };
         for (uint32_t j = 0; j < s->n_outputs; j++) {
             const koila_value v = output_of(o, n, j);
             if (o->root[v] != v)
@@ -131,6 +134,7 @@ static koila_status add_makers(koila__outline *o)
                 return KOILA_NO_MEMORY;
             o->store_of[v] = o->stores.n;
             m.n_stores++;
+            m.n_bytes += x.n_bytes;
         }
         if (!m.n_stores)
             continue;
@@ -164,7 +168,8 @@ static koila_status read_forward(koila__outline *o, koila_node n, maker *m)
         if (!at)
             continue;
         if (m && koila__reads(s, i) &&
-            !koila__vec_push(&o->mem, &o->edges, ((edge){ at - 1, takes(o, n, i) })))
+            !koila__vec_push(&o->mem, &o->edges,
+                             ((edge){ at - 1, o->stores.at[at - 1].made, takes(o, n, i) })))
             return KOILA_NO_MEMORY;
     }
     if (m)
@@ -343,11 +348,7 @@ double koila__outline_maker_work(const koila__outline *o, uint32_t k)
 
 uint64_t koila__outline_maker_bytes(const koila__outline *o, uint32_t k)
 {
-    const maker *m = &o->makers.at[k];
-    uint64_t n_bytes = 0;
-    for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++)
-        n_bytes += o->stores.at[s].n_bytes;
-    return n_bytes;
+    return o->makers.at[k].n_bytes;
 }
 
 double koila__outline_recorded(const koila__outline *o, uint32_t *n_needed)

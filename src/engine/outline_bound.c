@@ -179,12 +179,31 @@ static koila_status count_backward(koila__outline *o, const bool *is_result)
                 continue;
             if (last[v] < begin && begin > n)
                 continue;
-            o->rise0[begin] += n_bytes;
+            o->moments0[begin].rise += n_bytes;
             if (!to_end)
-                o->fall0[last[v] > n ? last[v] : n] += n_bytes;
+                o->moments0[last[v] > n ? last[v] : n].fall += n_bytes;
         }
     }
     return KOILA_OK;
+}
+
+/* Finds the storages of the forward pass that are some bytes. */
+static void find_counted_stores(koila__outline *o)
+{
+    for (uint32_t k = 0; k < o->makers.n; k++) {
+        const maker *m = &o->makers.at[k];
+        for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++) {
+            const store *x = &o->stores.at[s];
+            if (x->n_bytes)
+                o->counted[o->n_counted++] = (counted){ .n_bytes = x->n_bytes,
+                                                        .store = s,
+                                                        .maker = k,
+                                                        .made = x->made,
+                                                        .begin = x->made + x->is_write,
+                                                        .to_end = o->is_whole && x->is_result,
+                                                        .is_sure = x->is_sure };
+        }
+    }
 }
 
 koila_status koila__outline_count_fixed(koila__outline *o, const koila_value *targets,
@@ -195,20 +214,22 @@ koila_status koila__outline_count_fixed(koila__outline *o, const koila_value *ta
     const uint32_t M = o->makers.n + 1;
     bool *is_result = koila__arena_array(&o->arena, o->g->values.n + 1, sizeof *is_result);
     TRY_ALLOC(is_result);
-    MAKE(rise0, N);
-    MAKE(fall0, N);
-    MAKE(rise, N);
-    MAKE(fall, N);
-    MAKE(head, N);
-    MAKE(end, S);
-    MAKE(end0, S);
-    MAKE(rise_again, M);
-    MAKE(fall_again, M);
-    MAKE(next, M);
+    MAKE(moments0, N);
+    MAKE_ROOM(moments, N);
+    MAKE_ROOM(counted, S);
+    MAKE_ROOM(head, N);
+    MAKE_ROOM(end, S);
+    MAKE_ROOM(end0, S);
+    MAKE_ROOM(rise_again, M);
+    MAKE_ROOM(fall_again, M);
+    MAKE_ROOM(next, M);
     for (uint32_t s = 0; s < o->stores.n; s++) {
         const koila_node last = o->stores.at[s].last_back;
         o->end0[s] = last == KOILA_NONE ? 0 : key_of(last);
     }
+    for (koila_node n = 0; n < o->n_nodes && o->workspace; n++)
+        o->moments0[n].fall |= o->workspace[n] ? USES_INSIDE : 0;
+    find_counted_stores(o);
     KOILA_TRY(find_walked(o));
     count_results(o, targets, n_targets, is_result);
     KOILA_TRY(count_backward(o, is_result));
@@ -221,7 +242,7 @@ koila_status koila__outline_count_fixed(koila__outline *o, const koila_value *ta
 /* Does maker k run again in the loop that is counted? What runs whole does so before that. */
 static bool is_counted(const koila__outline *o, uint32_t k)
 {
-    return o->is_one && o->is_sure[o->makers.at[k].node];
+    return o->is_one && o->makers.at[k].is_sure;
 }
 
 /* What maker k, which runs again, reads ends not before that. */
@@ -237,69 +258,65 @@ static void hold_inputs(koila__outline *o, uint32_t k)
 static void end_at(koila__outline *o, uint64_t key, uint64_t n_bytes)
 {
     if ((uint32_t)key == UINT32_MAX)
-        o->fall[key >> 32] += n_bytes;
+        o->moments[key >> 32].fall += n_bytes;
     else
         o->fall_again[(uint32_t)key] += n_bytes;
 }
 
-/* Counts storage s of maker k as it was made first. */
-static void count_first(koila__outline *o, uint32_t s, uint32_t k)
+/* Counts a storage as it was made first. */
+static void count_first(koila__outline *o, const counted *x)
 {
-    const store *x = &o->stores.at[s];
-    const bool to_end = o->is_whole && x->is_result;
-    const bool stays = o->fate[s] == KOILA__STAYS;
-    const koila_node begin = x->made + x->is_write;
-    uint64_t end = x->is_sure && o->is_first[k] ? key_of(x->made) : 0;
-    if (o->last[s] != KOILA_NONE)
-        end = key_of(o->last[s]);
-    if (stays && o->end[s] > end)
-        end = o->end[s];
-    if (!x->n_bytes || ((!end || end < key_of(begin)) && !to_end))
+    const koila_node last = o->last[x->store];
+    const uint64_t end_back = o->end[x->store];
+    uint64_t end = x->is_sure && o->is_first[x->maker] ? key_of(x->made) : 0;
+    if (last != KOILA_NONE)
+        end = key_of(last);
+    if (o->fate[x->store] == KOILA__STAYS && end_back > end)
+        end = end_back;
+    if (end < key_of(x->begin) && !x->to_end)
         return;
-    o->rise[begin] += x->n_bytes;
-    if (!to_end)
+    o->moments[x->begin].rise += x->n_bytes;
+    if (!x->to_end)
         end_at(o, end, x->n_bytes);
 }
 
-/* Counts storage s of maker k as it is made again, or comes back from host memory. */
-static void count_second(koila__outline *o, uint32_t s, uint32_t k)
+/* Counts a storage as it is made again, or comes back from host memory. */
+static void count_second(koila__outline *o, const counted *x)
 {
-    const store *x = &o->stores.at[s];
-    const uint64_t own = (uint64_t)o->needs[k] << 32 | k;
-    if (o->fate[s] == KOILA__WAITS && o->end[s] >= key_of(o->need[s])) {
-        o->rise[o->need[s]] += x->n_bytes;
+    const uint32_t s = x->store, k = x->maker;
+    if (o->fate[s] == KOILA__WAITS) {
+        if (o->end[s] < key_of(o->need[s]))
+            return;
+        o->moments[o->need[s]].rise += x->n_bytes;
         end_at(o, o->end[s], x->n_bytes);
-    }
-    if (o->fate[s] == KOILA__WAITS || !o->is_again[k] || (!is_counted(o, k) && !o->end[s]))
         return;
+    }
+    if (!o->is_again[k] || (!is_counted(o, k) && !o->end[s]))
+        return;
+    const uint64_t own = (uint64_t)o->needs[k] << 32 | k;
     o->rise_again[k] += x->n_bytes;
     end_at(o, o->fate[s] == KOILA__AGAIN && o->end[s] > own ? o->end[s] : own, x->n_bytes);
 }
 
 static void count_all(koila__outline *o)
 {
-    const size_t n_bytes = ((size_t)o->n_nodes + 1) * sizeof *o->rise;
-    memcpy(o->rise, o->rise0, n_bytes);
-    memcpy(o->fall, o->fall0, n_bytes);
-    memset(o->rise_again, 0, o->makers.n * sizeof *o->rise_again);
-    memset(o->fall_again, 0, o->makers.n * sizeof *o->fall_again);
-    memset(o->head, 0, ((size_t)o->n_nodes + 1) * sizeof *o->head);
+    memcpy(o->moments, o->moments0, ((size_t)o->n_nodes + 1) * sizeof *o->moments);
     memcpy(o->end, o->end0, o->stores.n * sizeof *o->end);
     for (uint32_t k = o->makers.n; k-- > 0;) {
         if (!o->is_again[k])
             continue;
-        o->next[k] = o->head[o->needs[k]];
+        moment *before = &o->moments[o->needs[k]];
+        o->rise_again[k] = o->fall_again[k] = 0;
+        o->next[k] = before->fall & RUNS_BEFORE ? o->head[o->needs[k]] : 0;
         o->head[o->needs[k]] = k + 1;
+        before->fall |= RUNS_BEFORE;
         if (is_counted(o, k))
             hold_inputs(o, k);
     }
-    for (uint32_t k = 0; k < o->makers.n; k++) {
-        const maker *m = &o->makers.at[k];
-        for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++) {
-            count_first(o, s, k);
-            if (o->is_again[k] || o->fate[s] == KOILA__WAITS)
-                count_second(o, s, k);
-        }
+    for (const counted *x = o->counted; x < o->counted + o->n_counted; x++) {
+        count_first(o, x);
+        if (o->is_again[x->maker] || o->fate[x->store] == KOILA__WAITS)
+            count_second(o, x);
     }
 }
 
@@ -321,48 +338,70 @@ typedef struct moments {
     double scale, strain; /* scale: 0: no strain is asked for */
 } moments;
 
-/* Node n runs, or its storages are only there. rise, fall: bytes that begin and end with it. */
-static void see(const koila__outline *o, koila_node n, bool runs, uint64_t rise, uint64_t fall,
-                moments *m)
+/* So much is held, with what the node uses inside. */
+static void see(moments *m, uint64_t held)
+{
+    if (held > m->peak)
+        m->peak = held;
+    if (m->scale > 0)
+        m->strain += strain_of((double)(int64_t)held * m->scale);
+}
+
+/* What is held while node n runs, or its storages are only there. */
+static uint64_t held_at(const koila__outline *o, koila_node n, uint64_t now, uint64_t rise,
+                        uint64_t fall)
 {
     const uint64_t over = o->sum_bytes[n];
-    uint64_t now = m->now + (o->workspace && runs ? o->workspace[n] : 0);
-    if (rise >= over && fall >= over)
-        now -= over; /* a term of that size ends */
-    if (now > m->peak)
-        m->peak = now;
-    if (m->scale > 0)
-        m->strain += strain_of((double)(int64_t)now * m->scale);
+    return rise >= over && fall >= over ? now - over : now; /* a term of that size ends */
+}
+
+/* What runs again before node n. */
+static void see_again(const koila__outline *o, koila_node n, moments *m)
+{
+    for (uint32_t k = o->head[n]; k; k = o->next[k - 1]) {
+        const koila_node made = o->makers.at[k - 1].node;
+        const uint64_t rise = o->rise_again[k - 1], fall = o->fall_again[k - 1];
+        m->now += rise;
+        see(m, held_at(o, made, m->now, rise, fall) + (o->workspace ? o->workspace[made] : 0));
+        m->now -= fall;
+    }
+}
+
+/* Does node n run where it was recorded? *k: a maker that comes no later; is advanced. */
+static bool runs_there(const koila__outline *o, koila_node n, uint32_t *k)
+{
+    while (*k < o->makers.n && o->makers.at[*k].node < n)
+        ++*k;
+    if (*k < o->makers.n && o->makers.at[*k].node == n)
+        return o->is_first[*k];
+    return n > o->at;
 }
 
 /* Walks over all moments, up to the first that holds more than the limit. Where nothing begins or
  * ends, no more is held than before, unless the node uses memory inside. */
 static moments walk(koila__outline *o, moments m)
 {
-    const uint64_t *const rise = o->rise;
-    const uint64_t *const fall = o->fall;
-    const bool counts_all = o->workspace || m.scale > 0;
+    const moment *const at = o->moments;
     uint32_t next = 0;
-    koila_node next_maker = o->makers.n ? o->makers.at[0].node : KOILA_NONE;
+    double between = -1; /* the strain of what is held behind a node; below 0: not known */
     count_all(o);
     m.now = m.peak = o->collected;
     for (koila_node n = 0; n < o->n_nodes && m.peak <= m.limit; n++) {
-        bool runs = n > o->at;
-        if (!counts_all && !(rise[n] | fall[n] | o->head[n]))
+        const uint64_t rise = at[n].rise, fall = at[n].fall & BYTES_OF_FALL;
+        if (!(rise | at[n].fall)) {
+            if (m.scale > 0 && between < 0)
+                between = strain_of((double)(int64_t)m.now * m.scale);
+            m.strain += m.scale > 0 ? between : 0;
             continue;
-        if (o->workspace && n == next_maker) {
-            runs = o->is_first[next++];
-            next_maker = next < o->makers.n ? o->makers.at[next].node : KOILA_NONE;
         }
-        for (uint32_t k = o->head[n]; k; k = o->next[k - 1]) {
-            m.now += o->rise_again[k - 1];
-            see(o, o->makers.at[k - 1].node, true, o->rise_again[k - 1], o->fall_again[k - 1], &m);
-            m.now -= o->fall_again[k - 1];
-        }
-        m.now += rise[n];
-        see(o, n, runs, rise[n], fall[n], &m);
-        koila_assert(m.now >= fall[n]);
-        m.now -= fall[n];
+        if (at[n].fall & RUNS_BEFORE)
+            see_again(o, n, &m);
+        m.now += rise;
+        const bool uses = at[n].fall & USES_INSIDE && runs_there(o, n, &next);
+        see(&m, held_at(o, n, m.now, rise, fall) + (uses ? o->workspace[n] : 0));
+        koila_assert(m.now >= fall);
+        m.now -= fall;
+        between = -1;
     }
     return m;
 }
@@ -376,10 +415,10 @@ uint64_t koila__outline_floor(const koila__outline *o)
 {
     uint64_t now = o->collected, peak = now;
     for (koila_node n = 0; n < o->n_nodes; n++) {
-        now += o->rise0[n];
+        now += o->moments0[n].rise;
         if (now > peak + o->sum_bytes[n]) /* a term of that size may end */
             peak = now - o->sum_bytes[n];
-        now -= o->fall0[n];
+        now -= o->moments0[n].fall & BYTES_OF_FALL;
     }
     return peak;
 }

@@ -83,8 +83,11 @@ static void cut(koila__outline *o, uint32_t n_segments)
         return;
     o->n_segments = n_segments;
     find_segments(o, n_segments);
-    for (uint32_t s = 0; s < o->stores.n; s++)
-        o->stays0[s] = o->stores.at[s].is_fixed || is_viewed_elsewhere(o, &o->stores.at[s]);
+    for (uint32_t s = 0; s < o->stores.n; s++) {
+        const store *x = &o->stores.at[s];
+        const bool stays = x->is_fixed || is_viewed_elsewhere(o, x);
+        o->ask0[s] = (uint8_t)((o->is_late0[s] ? WANTED : 0) | (stays ? STAYS : 0));
+    }
 }
 
 /* ---- what runs again, and what waits in host memory */
@@ -138,7 +141,7 @@ static void find_waiting(koila__outline *o, const koila__recompute *how)
                 return;
             in_host += n_bytes;
             o->may_wait[s] = !x->is_written;
-            o->stays[s] &= x->is_written;
+            o->ask[s] &= x->is_written ? WANTED | STAYS : WANTED;
         }
     }
 }
@@ -149,21 +152,21 @@ static void find_waiting(koila__outline *o, const koila__recompute *how)
 static void want_inputs(koila__outline *o, uint32_t k)
 {
     const maker *m = &o->makers.at[k];
+    const edge *const end = o->edges.at + m->first_edge + m->n_edges;
+    const uint32_t segment = o->segment[m->node];
     koila_node need = KOILA_NONE;
     for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++)
         if (o->fate[s] == KOILA__AGAIN && o->need[s] < need)
             need = o->need[s];
     o->needs[k] = need;
-    for (uint32_t e = m->first_edge; e < m->first_edge + m->n_edges; e++) {
-        const edge x = o->edges.at[e];
-        const bool is_near = o->segment[o->stores.at[x.store].made] == o->segment[m->node];
-        if (!x.takes || !(is_near || o->may_wait[x.store])) {
-            o->stays[x.store] = true;
+    for (const edge *x = o->edges.at + m->first_edge; x < end; x++) {
+        if (!x->takes || !(o->segment[x->made] == segment || o->may_wait[x->store])) {
+            o->ask[x->store] |= STAYS;
             continue;
         }
-        o->wanted[x.store] = true;
-        if (need < o->need[x.store])
-            o->need[x.store] = need;
+        o->ask[x->store] |= WANTED;
+        if (need < o->need[x->store])
+            o->need[x->store] = need;
     }
 }
 
@@ -174,54 +177,67 @@ static void decide(koila__outline *o, uint32_t k, const koila__recompute *how)
     const uint32_t end = m->first_store + m->n_stores;
     bool any_waits = false;
     for (uint32_t s = m->first_store; s < end; s++)
-        any_waits |= o->wanted[s] && o->may_wait[s];
-    o->is_again[k] = !any_waits && can_run_again(o, m, how);
+        any_waits |= o->ask[s] == WANTED && o->may_wait[s];
+    const bool is_again = !any_waits && can_run_again(o, m, how);
+    if (!is_again && !any_waits)
+        return;
+    o->any = true;
     for (uint32_t s = m->first_store; s < end; s++) {
-        if (!o->wanted[s])
+        if (o->ask[s] != WANTED || (!is_again && !o->may_wait[s]))
             continue;
-        if (!o->is_again[k] && !o->may_wait[s])
-            continue;
-        o->any = true;
-        o->fate[s] = o->is_again[k] ? KOILA__AGAIN : KOILA__WAITS;
-        o->is_read[s] = o->fate[s] == KOILA__WAITS;
-        if (o->fate[s] == KOILA__WAITS)
+        o->fate[s] = is_again ? KOILA__AGAIN : KOILA__WAITS;
+        o->is_read[s] = !is_again;
+        if (!is_again)
             o->chosen_work +=
                 2 * koila__offload_work((double)storage_bytes(o, o->stores.at[s].value),
                                         how->host.price);
     }
-    if (!o->is_again[k])
+    if (!is_again)
         return;
+    o->is_again[k] = true;
+    o->again[o->n_again++] = k;
     o->chosen_work += m->work;
     want_inputs(o, k);
+}
+
+/* What runs again reads what stays, and begins with it. */
+static void read_again(koila__outline *o)
+{
+    memcpy(o->is_late, o->is_late0, o->stores.n * sizeof *o->is_late);
+    memset(o->is_start, 0, o->stores.n * sizeof *o->is_start);
+    for (uint32_t i = 0; i < o->n_again; i++) {
+        const maker *m = &o->makers.at[o->again[i]];
+        const edge *const end = o->edges.at + m->first_edge + m->n_edges;
+        for (const edge *x = o->edges.at + m->first_edge; x < end; x++) {
+            o->is_read[x->store] |= o->fate[x->store] == KOILA__STAYS;
+            o->is_late[x->store] = o->is_start[x->store] = true;
+        }
+    }
 }
 
 /* A call whose results only later calls of the forward pass would need, and these run again, does
  * not run there. */
 static void find_first(koila__outline *o)
 {
-    memset(o->last, 0xff, o->stores.n * sizeof *o->last); /* KOILA_NONE */
-    memcpy(o->is_late, o->wanted0, o->stores.n * sizeof *o->is_late);
-    memset(o->is_start, 0, o->stores.n * sizeof *o->is_start);
-    for (uint32_t k = 0; k < o->makers.n; k++)
-        for (uint32_t e = 0; o->is_again[k] && e < o->makers.at[k].n_edges; e++) {
-            const uint32_t s = o->edges.at[o->makers.at[k].first_edge + e].store;
-            o->is_read[s] |= o->fate[s] == KOILA__STAYS;
-            o->is_late[s] = o->is_start[s] = true;
-        }
+    bool *const is_read = o->is_read;
+    koila_node *const last = o->last;
+    memset(last, 0xff, o->stores.n * sizeof *last); /* KOILA_NONE */
     for (uint32_t k = o->makers.n; k-- > 0;) {
         const maker *m = &o->makers.at[k];
-        o->is_first[k] = false;
-        for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++)
-            o->is_first[k] |= o->is_read[s];
-        if (!o->is_first[k]) {
+        const edge *const end = o->edges.at + m->first_edge + m->n_edges;
+        const koila_node sure = m->is_sure ? m->node : KOILA_NONE;
+        bool is_first = false;
+        for (const bool *r = is_read + m->first_store, *to = r + m->n_stores; r < to; r++)
+            is_first |= *r;
+        o->is_first[k] = is_first;
+        if (!is_first) {
             o->chosen_work -= o->is_needed[m->node] ? m->work : 0;
             continue;
         }
-        for (uint32_t e = m->first_edge; e < m->first_edge + m->n_edges; e++) {
-            const uint32_t s = o->edges.at[e].store;
-            o->is_read[s] = true;
-            if (o->last[s] == KOILA_NONE && o->is_sure[m->node])
-                o->last[s] = m->node;
+        for (const edge *x = o->edges.at + m->first_edge; x < end; x++) {
+            is_read[x->store] = true;
+            if (last[x->store] == KOILA_NONE)
+                last[x->store] = sure;
         }
     }
 }
@@ -233,24 +249,22 @@ static bool choose(koila__outline *o, const koila__recompute *how)
     cut(o, how->n_segments);
     memset(o->fate, KOILA__STAYS, S * sizeof *o->fate);
     memset(o->may_wait, 0, S * sizeof *o->may_wait);
-    memcpy(o->wanted, o->wanted0, S * sizeof *o->wanted);
+    memset(o->is_again, 0, o->makers.n * sizeof *o->is_again);
+    memcpy(o->ask, o->ask0, S * sizeof *o->ask);
     memcpy(o->need, o->need0, S * sizeof *o->need);
-    memcpy(o->stays, o->stays0, S * sizeof *o->stays);
     memcpy(o->is_read, o->is_read0, S * sizeof *o->is_read);
     find_waiting(o, how);
     o->chosen_work = o->work;
     o->any = false;
-    for (uint32_t k = o->makers.n; k-- > 0;) {
-        const maker *m = &o->makers.at[k];
+    o->n_again = 0;
+    for (const maker *m = o->makers.at + o->makers.n; m-- > o->makers.at;) {
         bool is_wanted = false;
-        o->is_again[k] = false;
-        for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++) {
-            o->wanted[s] &= !o->stays[s];
-            is_wanted |= o->wanted[s];
-        }
+        for (const uint8_t *a = o->ask + m->first_store, *to = a + m->n_stores; a < to; a++)
+            is_wanted |= *a == WANTED;
         if (is_wanted)
-            decide(o, k, how);
+            decide(o, (uint32_t)(m - o->makers.at), how);
     }
+    read_again(o);
     find_first(o);
     return o->any;
 }
@@ -352,26 +366,26 @@ koila_status koila__outline_begin_choice(koila__outline *o)
     MAKE(crossing, N);
     MAKE(segment, N);
     MAKE(fate, S);
-    MAKE(wanted, S);
-    MAKE(stays, S);
+    MAKE(ask, S);
     MAKE(may_wait, S);
     MAKE(need, S);
     MAKE(is_read, S);
     MAKE(is_late, S);
     MAKE(is_start, S);
     MAKE(last, S);
-    MAKE(wanted0, S);
-    MAKE(stays0, S);
+    MAKE(ask0, S);
+    MAKE(is_late0, S);
     MAKE(is_read0, S);
     MAKE(need0, S);
     MAKE(needs, M);
     MAKE(is_again, M);
+    MAKE(again, M);
     MAKE(is_spared, M);
     MAKE(is_first, M);
     MAKE(runs, N);
     for (uint32_t s = 0; s < o->stores.n; s++) {
         const store *x = &o->stores.at[s];
-        o->wanted0[s] = x->first_back != KOILA_NONE;
+        o->is_late0[s] = x->first_back != KOILA_NONE;
         o->need0[s] = x->first_back;
         o->is_read0[s] = x->is_result || x->first_back != KOILA_NONE;
     }

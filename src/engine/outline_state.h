@@ -29,14 +29,38 @@ typedef struct maker {
     koila_node node;
     uint32_t first_store, n_stores, first_edge, n_edges;
     double work;
+    uint64_t n_bytes; /* of its storages */
     bool may_repeat, is_expensive;
+    bool is_sure; /* it runs in the loop that is counted */
 } maker;
 
 /* A maker reads a storage. */
 typedef struct edge {
     uint32_t store;
-    bool takes; /* it may read a second one */
+    koila_node made; /* of the storage */
+    bool takes;      /* it may read a second one */
 } edge;
+
+/* Bytes that begin and end with a node. */
+typedef struct moment {
+    uint64_t rise, fall; /* fall: with the marks below */
+} moment;
+/* Marks of a node beside its bytes, which are fewer: those of all values are. Something runs again
+ * before it; it uses memory inside. */
+#define RUNS_BEFORE ((uint64_t)1 << 63)
+#define USES_INSIDE ((uint64_t)1 << 62)
+#define BYTES_OF_FALL (USES_INSIDE - 1)
+
+/* A storage of some bytes, for the bound. */
+typedef struct counted {
+    uint64_t n_bytes;
+    uint32_t store, maker;
+    koila_node made, begin; /* it counts from `begin` on */
+    bool to_end, is_sure;
+} counted;
+
+/* What is asked of a storage, as bits: a second one is wanted, but it stays. */
+enum { WANTED = 1, STAYS = 2 };
 
 /* How a node up to `at` runs, as bits. */
 enum { RUNS_FIRST = 1, RUNS_AGAIN = 2 };
@@ -77,34 +101,39 @@ struct koila__outline {
 
     /* the choice */
     uint8_t *fate;   /* [store] */
-    bool *wanted;    /* [store] */
-    bool *stays;     /* [store] */
+    uint8_t *ask;    /* [store] WANTED, STAYS */
     bool *may_wait;  /* [store] */
     bool *is_spared; /* [maker] its results stay */
     /* [store] how a choice begins: what the backward pass wants, for which node, what stays by its
      * segment, and what is read in the forward pass too if it stays */
-    bool *wanted0, *stays0, *is_read0;
+    uint8_t *ask0;
+    bool *is_late0, *is_read0;
     koila_node *need0;
     bool any;          /* something is dropped */
     koila_node *need;  /* [store] the first node after `at` for which it is wanted */
     koila_node *needs; /* [maker] the first one for which it runs again */
     bool *is_again;    /* [maker] */
-    bool *is_first;    /* [maker] it runs in the forward pass too: something there needs it */
-    bool *is_read;     /* [store] by what runs in the forward pass, or what runs again */
-    bool *is_late;     /* [store] by the backward pass, or what runs again */
-    bool *is_start;    /* [store] by what runs again */
-    koila_node *last;  /* [store] the last node up to `at` that surely reads it, or KOILA_NONE */
+    uint32_t *again;   /* [n_again] those makers, the last first */
+    uint32_t n_again;
+    bool *is_first;   /* [maker] it runs in the forward pass too: something there needs it */
+    bool *is_read;    /* [store] by what runs in the forward pass, or what runs again */
+    bool *is_late;    /* [store] by the backward pass, or what runs again */
+    bool *is_start;   /* [store] by what runs again */
+    koila_node *last; /* [store] the last node up to `at` that surely reads it, or KOILA_NONE */
     double chosen_work;
     uint8_t *runs; /* [node] RUNS_FIRST, RUNS_AGAIN: see koila__outline_work_of_all() */
 
     /* the bound */
-    uint64_t most;                     /* of the step as recorded */
-    uint64_t *rise0, *fall0;           /* [node] bytes that begin, and end: made after `at` */
-    uint64_t *rise, *fall;             /* [node] with what the choice adds */
+    uint64_t most;    /* of the step as recorded */
+    moment *moments0; /* [node] of what is made after `at` */
+    moment *moments;  /* [node] with what the choice adds */
+    counted *counted; /* [n_counted] */
+    uint32_t n_counted;
     uint64_t *rise_again, *fall_again; /* [maker] the same when it runs again */
     uint64_t *end;                     /* [store] key_of() its last reader so far; 0: none */
     uint64_t *end0;                    /* [store] of the backward pass */
-    uint32_t *head, *next;             /* [node], [maker] + 1: who runs again before it */
+    /* [node] with RUNS_BEFORE, [maker] + 1: who runs again before it */
+    uint32_t *head, *next;
 };
 
 #define TRY_ALLOC(x)                                                                               \
@@ -115,6 +144,9 @@ struct koila__outline {
 /* o->field := n zeroes, until the outline is freed */
 #define MAKE(field, n)                                                                             \
     TRY_ALLOC(o->field = koila__arena_array(&o->arena, (size_t)(n), sizeof *o->field))
+/* The same, unset. */
+#define MAKE_ROOM(field, n)                                                                        \
+    TRY_ALLOC(o->field = koila__arena_room(&o->arena, (size_t)(n) * sizeof *o->field))
 
 /* Steps of koila__outline_new(), in this order; each makes arrays of its own. Expected: NO_MEMORY.
  *
