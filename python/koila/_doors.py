@@ -158,10 +158,12 @@ def _quick_rules() -> None:
 
 
 def _lazy_states() -> None:
-    """Give recurrent layers a lazy initial state for a lazy input.
+    """Give recurrent layers and cells a lazy initial state for a lazy input.
 
-    Without a state they start from `torch.zeros`, a plain tensor, and the rest of the step would be
-    whole. A lazy factory is sliced like the input."""
+    Without a state they start from `torch.zeros`, a plain tensor, and torch adds the gates of the
+    input to what it makes of the state in place: the rest of the step would be plain and whole. A
+    lazy factory is sliced like the input. So would a plain state be, that of another step or a
+    parameter: it is recorded, as `h - 0`, which changes no bit of it."""
     import types
 
     packed, lazy = torch.nn.utils.rnn.PackedSequence, LazyTensor  # seen by `forward` as a closure
@@ -171,9 +173,9 @@ def _lazy_states() -> None:
             self._update_flat_weights()
         return _packed.recur(self, x, hx)
 
-    def states(self: Any, x: Any) -> Any:
-        data, sizes = (x.data, x.batch_sizes) if isinstance(x, packed) else (x, None)
-        if not _core.is_lazy(data) or (sizes is None and data.dim() not in (2, 3)):
+    def zeros_of_layers(self: Any, x: Any, data: Any) -> Any:
+        sizes = x.batch_sizes if isinstance(x, packed) else None
+        if sizes is None and data.dim() not in (2, 3):
             return None
         rows = (
             int(sizes[0])
@@ -187,16 +189,34 @@ def _lazy_states() -> None:
         h = _zeros(data, [*lead, self.proj_size or self.hidden_size])
         return (h, _zeros(data, [*lead, self.hidden_size])) if self.mode == "LSTM" else h
 
-    for cls in (torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM):
+    def zeros_of_cells(self: Any, x: Any, data: Any) -> Any:
+        if data.dim() not in (1, 2):
+            return None
+        h = _zeros(data, [*data.shape[:-1], self.hidden_size])
+        return (h, h) if isinstance(self, torch.nn.LSTMCell) else h
+
+    def states(self: Any, x: Any, hx: Any, zeros: Any) -> Any:
+        data = x.data if isinstance(x, packed) else x
+        if not isinstance(data, lazy) or not _core.is_lazy(data):
+            return hx
+        if hx is None:
+            return zeros(self, x, data)
+        if isinstance(hx, (tuple, list)):
+            return type(hx)(_recorded(h, data) for h in hx)
+        return _recorded(hx, data)
+
+    layers = torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM
+    cells = torch.nn.RNNCell, torch.nn.GRUCell, torch.nn.LSTMCell
+    for cls in layers + cells:
         original = cls.forward
 
-        def wrap(original: Any) -> Any:
+        def wrap(original: Any, zeros: Any) -> Any:
             def forward(self, input, hx=None):  # type: ignore[no-untyped-def]
                 if isinstance(input, packed) and isinstance(input.data, lazy):
                     result = recur(self, input, hx)
                     if result is not None:
                         return result
-                return original(self, input, states(self, input) if hx is None else hx)
+                return original(self, input, states(self, input, hx, zeros))
 
             # TorchScript unwraps a function to find its source, but takes the globals of the
             # wrapper. So the wrapper gets the globals of the original.
@@ -212,7 +232,16 @@ def _lazy_states() -> None:
             same.__wrapped__ = original  # type: ignore[attr-defined]
             return same
 
-        cls.forward = wrap(original)  # type: ignore[method-assign]
+        cls.forward = wrap(original, zeros_of_cells if cls in cells else zeros_of_layers)  # type: ignore[method-assign]
+
+
+def _recorded(h: Any, like: torch.Tensor) -> Any:
+    """A state as a value of the step of `like`."""
+    if not isinstance(h, torch.Tensor) or h.layout is not torch.strided:
+        return h
+    if isinstance(h, LazyTensor) and not _core.is_concrete(h) and _core.settled(h) is None:
+        return h
+    return h - like.new_zeros(h.shape, dtype=h.dtype, device=h.device)
 
 
 def _zeros(like: torch.Tensor, size: list[int]) -> torch.Tensor:

@@ -580,6 +580,82 @@ def test_recurrences_by_hand_over_time_are_cut_and_run_once(cell, buffer):
     assert most - more == more - few  # linear in the steps
 
 
+def _starts(n, layers):
+    """Of states [layers, B, n], or [B, n] of a cell."""
+    size = (B, n) if layers is None else (layers, B, n)
+    once = (1, n) if layers is None else (layers, 1, n)
+    start = torch.nn.Parameter(torch.randn(once))
+    return {
+        "none": (start, lambda: None),
+        "plain": (start, lambda: torch.linspace(-1, 1, B * n * (layers or 1)).view(size)),
+        "learnt": (start, lambda: start.expand(size)),
+    }
+
+
+RECURRENT = ["LSTMCell", "GRUCell", "RNNCell", "LSTM", "GRU", "RNN"]
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("start", ["none", "plain", "learnt"])
+def test_what_starts_from_any_state_is_cut_and_runs_once(name, start):
+    class Recurrent(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.is_cell = name.endswith("Cell")
+            kind = getattr(torch.nn, name)
+            self.of = kind(C, H) if self.is_cell else kind(C, H, 2, batch_first=True)
+            self.learnt, self.state = _starts(H, None if self.is_cell else 2)[start]
+            self.head = torch.nn.Linear(H, 3)
+
+        def forward(self, x):
+            state = self.state()
+            if state is not None and "LSTM" in name:
+                state = (state, -state)
+            if not self.is_cell:
+                return self.head(self.of(x, state)[0].sum(1))
+            for t in range(x.shape[1]):
+                state = self.of(x[:, t], state)
+            return self.head(state[0] if isinstance(state, tuple) else state)
+
+    def loss(m, x, y):
+        return F.cross_entropy(m(x), y) + m.learnt.square().sum()
+
+    compare(Recurrent, batch, loss, gather_bytes_per_row=0)
+    plan = koila.last_plan()
+    assert plan.replay_ratio == 1 and plan.n_reads == 0, "something was computed at once"
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_state_goes_on_to_the_next_step_and_stays_cut(name):
+    kind = getattr(torch.nn, name)
+
+    def train(wrap):
+        torch.manual_seed(3)
+        is_cell = name.endswith("Cell")
+        m = kind(C, H) if is_cell else kind(C, H, 2, batch_first=True)
+        state, out = None, {}
+        for i in range(3):
+            x = wrap(batch()[0] * (1 + i))
+            y, after = (m(x[:, 0], state),) * 2 if is_cell else m(x, state)
+            y = y[0] if isinstance(y, tuple) else y
+            y.square().mean().backward()
+            state = tuple(s.detach() for s in after) if "LSTM" in name else after.detach()
+            out[f"value:{i}"] = plain(y)
+        return out | model_state(m)
+
+    compare_programs(train, B)
+    plan = koila.last_plan()
+    assert plan.replay_ratio == 1 and plan.n_reads == 0, "something was computed at once"
+
+
+def test_a_scripted_cell_is_one_as_before():
+    lazy(torch.zeros(2))
+    m = torch.jit.script(torch.nn.LSTMCell(C, H))
+    x = torch.randn(B, C)
+    for a, b in zip(m(x), torch.jit.script(m)(x, None)):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.kernel_asserts
 def test_errors_are_eagers():
     x = torch.randn(B, T, C)
