@@ -573,13 +573,12 @@ static bool none_is_here(const work_state *w)
 
 static koila_status emit_loop(work_state *w, koila__schedule *out, uint32_t j)
 {
-    uint32_t lo, hi;
     w->s = w->slice;
     w->stage = out->n_stages;
-    koila__find_demand(w, j, &lo, &hi, &out->work);
+    const koila__demanded found = koila__find_demand(w, j, &out->work);
     if (is_too_much(w, out->work))
         return KOILA_UNSUPPORTED;
-    const uint32_t n_order = lo <= hi ? find_order(w, j, lo, hi) : 0;
+    const uint32_t n_order = found.lo <= found.hi ? find_order(w, j, found.lo, found.hi) : 0;
     const koila_node *const order = w->stack;
     uint32_t *const last_use = w->last_use;
     for (uint32_t k = 0; k < n_order; k++) {

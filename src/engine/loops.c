@@ -90,6 +90,7 @@ static void find_needed(work_state *w, const koila_value *targets, uint32_t n_ta
         w->runs[n] = RUNS_NEVER;
         if (!w->needed[n])
             continue;
+        w->n_needed++;
         w->runs[n] = w->p->node[n].in_loop ? RUNS_IN_LOOP : RUNS_ONCE;
         w->any_again |= w->p->node[n].is_again;
         w->any_foreign |= w->g->table->ops.at[sig->op].is_foreign;
@@ -633,6 +634,15 @@ static koila_status assign_loops(work_state *w)
     return find_exec(w);
 }
 
+/* Finds the nodes of which a result may be kept for a later loop. */
+static void find_keepers(work_state *w)
+{
+    for (uint32_t n = 0; n < w->n_nodes; n++)
+        for (koila_value v = w->span[n].out; w->is_expensive[n] && v < w->span[n].out_end; v++)
+            if (w->use[v] != KOILA_NONE)
+                w->keeps_bits[n >> 6] |= (uint64_t)1 << (n & 63);
+}
+
 /* ---- whole values */
 
 /* The last loop that can run needed node n, whatever is kept: it may be recomputed up to the last
@@ -865,6 +875,7 @@ static koila_status make_arrays(work_state *w)
     MAKE_UNSET(given_up, V);
     MAKE_UNSET(in_loop, N);
     MAKE_UNSET(order_bits, N / 64 + 1);
+    MAKE(keeps_bits, N / 64 + 1);
     MAKE_UNSET(stack, N);
     MAKE(mark, N);
     MAKE_UNSET(whole_next, N);
@@ -897,6 +908,7 @@ koila_status koila__loops_find(work_state *w, const koila_value *targets, uint32
     find_latest(w);
     KOILA_TRY(make_loops(w));
     KOILA_TRY(assign_loops(w));
+    find_keepers(w);
     KOILA_TRY(chain_calls(w));
     KOILA_TRY(find_whole_until(w));
     KOILA_TRY(find_wholes(w));

@@ -257,6 +257,7 @@ static koila_status find_costs(koila__outline *o)
         if (next >= o->makers.n || o->makers.at[next].node != n)
             continue;
         o->makers.at[next].work = cost[sig].work;
+        o->makers.at[next].needed_work = o->is_needed[n] ? cost[sig].work : 0;
         o->makers.at[next++].is_expensive = cost[sig].expensive;
     }
     o->work = work;

@@ -194,6 +194,7 @@ static void find_counted_stores(koila__outline *o)
         const maker *m = &o->makers.at[k];
         for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++) {
             const store *x = &o->stores.at[s];
+            o->maker_of[s] = k;
             if (x->n_bytes)
                 o->counted[o->n_counted++] = (counted){ .n_bytes = x->n_bytes,
                                                         .store = s,
@@ -216,6 +217,7 @@ koila_status koila__outline_count_fixed(koila__outline *o, const koila_value *ta
     TRY_ALLOC(is_result);
     MAKE(moments0, N);
     MAKE_ROOM(moments, N);
+    MAKE_ROOM(maker_of, S);
     MAKE_ROOM(counted, S);
     MAKE_ROOM(head, N);
     MAKE_ROOM(end, S);

@@ -40,13 +40,15 @@ static koila_status weigh(koila__outline *o)
         o->held[n] += n ? o->held[n - 1] : 0;
     }
     o->all_held = o->held[end - 1];
+    for (koila_node n = 0; n < end && o->all_held; n++)
+        o->share[n] = (double)o->held[n] / (double)o->all_held;
     return KOILA_OK;
 }
 
-/* Does the backward pass read a view that another segment made of it? */
-static bool is_viewed_elsewhere(const koila__outline *o, const store *x)
+/* What is held up to node k, of what segment `number` of so many holds, beyond those before it. */
+static double share_of(const koila__outline *o, koila_node k, uint32_t n_segments, uint32_t number)
 {
-    return x->last_view && o->segment[x->last_view] != o->segment[x->made];
+    return o->share[k] * (double)n_segments - number;
 }
 
 /* Ends each segment near its share of the held bytes, where the fewest bytes cross. */
@@ -61,12 +63,13 @@ static void find_segments(koila__outline *o, uint32_t n_segments)
     }
     for (koila_node n = 0; n < end && o->all_held; number++) {
         koila_node best = KOILA_NONE;
-        for (koila_node k = n; k < end; k++) {
-            const double share =
-                (double)o->held[k] / (double)o->all_held * (double)n_segments - number;
-            if (share > 1.25 && best != KOILA_NONE)
+        koila_node k = n;
+        while (k < end && share_of(o, k, n_segments, number) < 0.75) /* it never falls */
+            k++;
+        for (; k < end; k++) {
+            if (best != KOILA_NONE && share_of(o, k, n_segments, number) > 1.25)
                 break;
-            if (share >= 0.75 && (best == KOILA_NONE || o->crossing[k] <= o->crossing[best]))
+            if (best == KOILA_NONE || o->crossing[k] <= o->crossing[best])
                 best = k;
         }
         if (best == KOILA_NONE || number + 1 >= n_segments)
@@ -83,10 +86,11 @@ static void cut(koila__outline *o, uint32_t n_segments)
         return;
     o->n_segments = n_segments;
     find_segments(o, n_segments);
-    for (uint32_t s = 0; s < o->stores.n; s++) {
-        const store *x = &o->stores.at[s];
-        const bool stays = x->is_fixed || is_viewed_elsewhere(o, x);
-        o->ask0[s] = (uint8_t)((o->is_late0[s] ? WANTED : 0) | (stays ? STAYS : 0));
+    for (uint32_t i = 0; i < o->n_viewed; i++) { /* by another segment? */
+        const store *x = &o->stores.at[o->viewed[i]];
+        const bool stays = o->segment[x->last_view] != o->segment[x->made];
+        o->ask0[o->viewed[i]] =
+            (uint8_t)((x->first_back != KOILA_NONE ? WANTED : 0) | (stays ? STAYS : 0));
     }
 }
 
@@ -231,7 +235,7 @@ static void find_first(koila__outline *o)
             is_first |= *r;
         o->is_first[k] = is_first;
         if (!is_first) {
-            o->chosen_work -= o->is_needed[m->node] ? m->work : 0;
+            o->chosen_work -= m->needed_work;
             continue;
         }
         for (const edge *x = o->edges.at + m->first_edge; x < end; x++) {
@@ -257,13 +261,11 @@ static bool choose(koila__outline *o, const koila__recompute *how)
     o->chosen_work = o->work;
     o->any = false;
     o->n_again = 0;
-    for (const maker *m = o->makers.at + o->makers.n; m-- > o->makers.at;) {
-        bool is_wanted = false;
-        for (const uint8_t *a = o->ask + m->first_store, *to = a + m->n_stores; a < to; a++)
-            is_wanted |= *a == WANTED;
-        if (is_wanted)
-            decide(o, (uint32_t)(m - o->makers.at), how);
-    }
+    for (uint32_t s = S; s-- > 0;)
+        if (o->ask[s] == WANTED) {
+            decide(o, o->maker_of[s], how);
+            s = o->makers.at[o->maker_of[s]].first_store;
+        }
     read_again(o);
     find_first(o);
     return o->any;
@@ -364,7 +366,9 @@ koila_status koila__outline_begin_choice(koila__outline *o)
     const uint32_t M = o->makers.n + 1;
     MAKE(held, N);
     MAKE(crossing, N);
+    MAKE_ROOM(share, N);
     MAKE(segment, N);
+    MAKE_ROOM(viewed, S);
     MAKE(fate, S);
     MAKE(ask, S);
     MAKE(may_wait, S);
@@ -386,6 +390,9 @@ koila_status koila__outline_begin_choice(koila__outline *o)
     for (uint32_t s = 0; s < o->stores.n; s++) {
         const store *x = &o->stores.at[s];
         o->is_late0[s] = x->first_back != KOILA_NONE;
+        o->ask0[s] = (uint8_t)((o->is_late0[s] ? WANTED : 0) | (x->is_fixed ? STAYS : 0));
+        if (x->last_view && !x->is_fixed)
+            o->viewed[o->n_viewed++] = s;
         o->need0[s] = x->first_back;
         o->is_read0[s] = x->is_result || x->first_back != KOILA_NONE;
     }

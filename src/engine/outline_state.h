@@ -29,7 +29,8 @@ typedef struct maker {
     koila_node node;
     uint32_t first_store, n_stores, first_edge, n_edges;
     double work;
-    uint64_t n_bytes; /* of its storages */
+    double needed_work; /* that, if it is needed, else 0 */
+    uint64_t n_bytes;   /* of its storages */
     bool may_repeat, is_expensive;
     bool is_sure; /* it runs in the loop that is counted */
 } maker;
@@ -96,6 +97,9 @@ struct koila__outline {
 
     uint64_t *held, *crossing; /* [node up to at] bytes for the backward pass; see weigh() */
     uint64_t all_held;
+    double *share;     /* [node up to at] of what is held */
+    uint32_t *viewed;  /* [n_viewed] storages that stay where another segment views them */
+    uint32_t n_viewed; /* they are not fixed */
     uint32_t *segment; /* [node up to at] */
     uint32_t last_segment, n_segments;
 
@@ -124,10 +128,11 @@ struct koila__outline {
     uint8_t *runs; /* [node] RUNS_FIRST, RUNS_AGAIN: see koila__outline_work_of_all() */
 
     /* the bound */
-    uint64_t most;    /* of the step as recorded */
-    moment *moments0; /* [node] of what is made after `at` */
-    moment *moments;  /* [node] with what the choice adds */
-    counted *counted; /* [n_counted] */
+    uint64_t most;      /* of the step as recorded */
+    moment *moments0;   /* [node] of what is made after `at` */
+    moment *moments;    /* [node] with what the choice adds */
+    uint32_t *maker_of; /* [store] */
+    counted *counted;   /* [n_counted] */
     uint32_t n_counted;
     uint64_t *rise_again, *fall_again; /* [maker] the same when it runs again */
     uint64_t *end;                     /* [store] key_of() its last reader so far; 0: none */

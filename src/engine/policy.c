@@ -58,17 +58,20 @@ void koila__keep_until_next(work_state *w, koila_value v, uint32_t j)
 }
 
 /* Finds the nodes that loop j runs: from its targets back to leaves, whole values and kept pieces.
- * *lo and *hi are the first and last. */
-void koila__find_demand(work_state *w, uint32_t j, uint32_t *lo, uint32_t *hi, double *work)
+ */
+koila__demanded koila__find_demand(work_state *w, uint32_t j, double *work)
 {
+    koila__demanded found = { .lo = KOILA_NONE };
+    const use *const uses = w->uses;
+    const span *const spans = w->span;
+    uint32_t *const in_loop = w->in_loop;
     uint32_t top = 0;
-    *lo = KOILA_NONE;
-    *hi = 0;
+    double sum = *work;
 #define ENTER(node_)                                                                               \
     do {                                                                                           \
         const koila_node q_ = (node_);                                                             \
-        if (w->in_loop[q_] != j + 1) {                                                             \
-            w->in_loop[q_] = j + 1;                                                                \
+        if (in_loop[q_] != j + 1) {                                                                \
+            in_loop[q_] = j + 1;                                                                   \
             w->order_bits[q_ >> 6] |= (uint64_t)1 << (q_ & 63);                                    \
             koila_assert(top < w->n_nodes);                                                        \
             w->stack[top++] = q_;                                                                  \
@@ -78,19 +81,22 @@ void koila__find_demand(work_state *w, uint32_t j, uint32_t *lo, uint32_t *hi, d
         ENTER(producer(w, v));
     while (top) {
         const koila_node n = w->stack[--top];
-        if (n < *lo)
-            *lo = n;
-        if (n > *hi)
-            *hi = n;
-        *work += work_of(w, n);
-        for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end;
-             u++)
+        const span at = spans[n];
+        if (n < found.lo)
+            found.lo = n;
+        if (n > found.hi)
+            found.hi = n;
+        sum += work_of(w, n);
+        found.n_instrs += 1 + (at.out_end - at.out == 1);
+        for (const use *u = uses + at.in, *end = uses + at.in_end; u < end; u++)
             if (!u->local || sliced_in(w, u->value, j))
                 w->read_until[u->value] = u->reads ? j + 1 : w->read_until[u->value];
-            else if (w->in_loop[u->from] != j + 1 && !w->kept[u->value])
+            else if (in_loop[u->from] != j + 1 && !w->kept[u->value])
                 ENTER(u->from);
     }
 #undef ENTER
+    *work = sum;
+    return found;
 }
 
 void koila__forget_demand(work_state *w)
@@ -106,11 +112,8 @@ void koila__forget_demand(work_state *w)
 
 uint64_t koila__max_emitted(const work_state *w)
 {
-    uint32_t n_needed = 0;
-    for (uint32_t n = 0; n < w->n_nodes; n++)
-        n_needed += w->needed[n];
-    return (uint64_t)(w->keep.max_instrs ? w->keep.max_instrs : KOILA_COST_MAX_INSTRS) * n_needed +
-           4096;
+    const uint64_t most = w->keep.max_instrs ? w->keep.max_instrs : KOILA_COST_MAX_INSTRS;
+    return most * w->n_needed + 4096;
 }
 
 /* ---- work and bytes without instructions */
@@ -179,15 +182,13 @@ static void note_kept(koila__scheduler *w, koila_value v, uint32_t j)
 static void work_of_loop(koila__scheduler *w, uint32_t j, double *work, uint64_t *n_emitted,
                          uint64_t *n_held)
 {
-    uint32_t lo, hi;
     const uint64_t held_before = *n_held;
-    koila__find_demand(w, j, &lo, &hi, work);
-    for (uint32_t k = lo >> 6; lo <= hi && k <= hi >> 6; k++) {
-        for (uint64_t bits = w->order_bits[k]; bits; bits &= bits - 1) {
+    const koila__demanded found = koila__find_demand(w, j, work);
+    *n_emitted += found.n_instrs;
+    for (uint32_t k = found.lo >> 6; found.lo <= found.hi && k <= found.hi >> 6; k++) {
+        for (uint64_t bits = w->order_bits[k] & w->keeps_bits[k]; bits; bits &= bits - 1) {
             const koila_node n = k * 64 + (uint32_t)__builtin_ctzll(bits);
-            *n_emitted += 1 + (w->span[n].out_end - w->span[n].out == 1);
-            for (koila_value v = w->span[n].out; w->is_expensive[n] && v < w->span[n].out_end;
-                 v++) {
+            for (koila_value v = w->span[n].out; v < w->span[n].out_end; v++) {
                 if (w->kept[v] || !koila__keeps(w, v, j))
                     continue;
                 koila__keep_until_next(w, v, j);

@@ -153,8 +153,10 @@ struct koila__scheduler {
     uint32_t *in_loop; /* [node] == loop + 1: runs in that loop */
     /* [node / 64] in_loop of the current loop as bits, for reading in order; zero between loops */
     uint64_t *order_bits;
-    uint32_t *stack; /* DFS; then the order of the current loop */
-    uint32_t *mark;  /* [node] epoch */
+    uint64_t *keeps_bits; /* [node / 64] a result is expensive, and a later loop may use it */
+    uint32_t n_needed;    /* nodes */
+    uint32_t *stack;      /* DFS; then the order of the current loop */
+    uint32_t *mark;       /* [node] epoch */
     uint32_t epoch;
     /* nodes outside loops by level: chains in recorded order */
     uint32_t *whole_of_level, *whole_next;
@@ -291,9 +293,15 @@ void koila__forget_demand(work_state *w);
 bool koila__keeps(const work_state *w, koila_value v, uint32_t j);
 /* v stays kept after loop j, at least until its next use: the decision can only change there. */
 void koila__keep_until_next(work_state *w, koila_value v, uint32_t j);
+/* What a loop runs: from node lo to hi, in_loop and order_bits tell which; and a lower bound of its
+ * instructions: each run, and the end of each result. */
+typedef struct koila__demanded {
+    koila_node lo, hi;
+    uint64_t n_instrs;
+} koila__demanded;
 /* Finds the nodes that loop j runs: from its targets back to leaves, whole values and kept pieces.
- * *lo and *hi are the first and last; *work grows by theirs. */
-void koila__find_demand(work_state *w, uint32_t j, uint32_t *lo, uint32_t *hi, double *work);
+ * *work grows by theirs. */
+koila__demanded koila__find_demand(work_state *w, uint32_t j, double *work);
 /* The limit of instructions. */
 uint64_t koila__max_emitted(const work_state *w);
 
