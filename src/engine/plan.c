@@ -239,6 +239,14 @@ static koila__way way_of(const koila__planning *q)
                          .accepted = q->accepted };
 }
 
+/* The plan is described later, for another one may take its place; its peak is known. */
+static void leave_bare(koila__planning *q)
+{
+    koila_plan *p = q->plan;
+    p->info.peak_bytes = koila__plan_peak(p->placed, &p->schedule, q->options, p->rows, 0);
+    q->is_bare = true;
+}
+
 static double time_so_far(const koila__planning *q)
 {
     const koila__way now = way_of(q);
@@ -419,7 +427,7 @@ static koila_status take_other_axis(koila__planning *q)
     q->taken = best;
     q->plan->info.peak_bytes = best->way.peak;
     q->is_bare = koila__way_fits(q, &best->way); /* then another may still be better */
-    return q->is_bare ? KOILA_OK : koila__plan_describe(q->plan, q->options);
+    return q->is_bare ? KOILA_OK : koila__plan_describe(q->plan, q->options, 0);
 }
 
 /* The way along another axis that the plan is becomes one of those that were tried again. The plan
@@ -540,7 +548,8 @@ static koila_status plan_both(koila__planning *q)
     q->row_is_too_much = status == KOILA_OOM;
     KOILA_TRY(status);
     p->n_curve = p->info.n_gathers = 0;
-    KOILA_TRY(koila__plan_describe(p, o));
+    q->is_bare = false;
+    KOILA_TRY(koila__plan_describe(p, o, 0));
     q->accepted =
         p->info.peak_bytes <= o->budget_bytes && (!o->accepts || o->accepts(o->accepts_user, p));
     return KOILA_OK;
@@ -557,7 +566,7 @@ static koila_status plan_both_as_forced(koila__planning *q)
     find_largest_axis(q);
     koila_status status = choose_way(q);
     if (status == KOILA_OK)
-        status = koila__plan_describe(q->plan, &by_rows);
+        status = koila__plan_describe(q->plan, &by_rows, 0);
     q->options = o;
     if (status == KOILA_OK)
         status = plan_both(q);
@@ -706,7 +715,6 @@ static koila_status take_dropped(koila__planning *q)
  * slices, or in one. The plan changes if that needs less. */
 static koila_status plan_recomputed(koila__planning *q)
 {
-    koila_plan *p = q->plan;
     koila__way best = { 0 };
     koila_status status = drop_in_rows(q);
     koila__way_swap(&best, &q->sliced);
@@ -720,8 +728,8 @@ static koila_status plan_recomputed(koila__planning *q)
     q->dim = KOILA_NONE;
     q->unit = 1;
     adopt(q, &best);
-    q->is_bare = false;
-    return koila__plan_describe(p, q->options);
+    leave_bare(q);
+    return KOILA_OK;
 }
 
 /* The plan fits along another axis, where its loops compute much of the forward pass once more in
@@ -742,7 +750,7 @@ static koila_status plan_rows(koila__planning *q)
 {
     find_largest_axis(q);
     KOILA_TRY(choose_way(q));
-    KOILA_TRY(koila__plan_describe(q->plan, q->options));
+    leave_bare(q);
     q->rows_time = time_so_far(q);
     return KOILA_OK;
 }
@@ -830,8 +838,8 @@ static koila_status make_plan(koila__planning *q)
     if (o->recomputes && o->axes == KOILA_AXES_ANY && !rows_do_not_fit(q) && !is_settled(q) &&
         is_slower_axis(q, KOILA_COST_FORWARD_AGAIN))
         KOILA_TRY(plan_cheaper_axis(q));
-    if (q->is_bare)
-        KOILA_TRY(koila__plan_describe(p, o));
+    if (q->is_bare && (q->err || p->info.peak_bytes <= o->budget_bytes)) /* else nobody asks */
+        KOILA_TRY(koila__plan_describe(p, o, p->info.peak_bytes));
     p->info.has_other_axes = koila__axes_any(q->graph);
     koila_check(koila_plan_check(p, NULL));
     if (p->info.peak_bytes <= o->budget_bytes)

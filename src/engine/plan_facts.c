@@ -107,12 +107,12 @@ static double time_ratio_of(const koila_plan *p)
     return recorded > 0 ? koila__way_time(&way) / recorded : 1;
 }
 
-koila_status koila__plan_describe(koila_plan *p, const koila_plan_options *o)
+koila_status koila__plan_describe(koila_plan *p, const koila_plan_options *o, uint64_t known)
 {
     enum { N_LARGEST = 32 };
     koila_value values[N_LARGEST];
     uint64_t bytes[N_LARGEST];
-    const uint64_t peak = koila__plan_peak(p->placed, &p->schedule, o, p->rows, 0);
+    const uint64_t peak = known ? known : koila__plan_peak(p->placed, &p->schedule, o, p->rows, 0);
     const bool fits = peak <= o->budget_bytes;
     koila__live_top top = {
         .at_bytes = peak, .mem = &p->mem, .cap = N_LARGEST, .value = values, .bytes = bytes
@@ -252,6 +252,8 @@ koila_status koila__plan_no_fit(const koila_plan *p, const koila_graph *recorded
     char largest[150];
     size_t at = 0;
     koila_assert(p->info.peak_bytes > p->info.budget_bytes && least > p->info.budget_bytes);
+    if (!err)
+        return KOILA_OOM;
     const uint64_t missing = least - p->info.budget_bytes;
     if (least != koila__plan_least(p, other, both))
         at = (size_t)snprintf(otherwise, sizeof otherwise, " of the least, %s",

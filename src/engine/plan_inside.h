@@ -29,8 +29,8 @@ struct koila_plan {
 uint64_t koila__plan_peak(const koila__placed *p, const koila__schedule *s,
                           const koila_plan_options *o, const int64_t *rows, uint64_t limit);
 /* Fills the facts for users: peaks and the largest values; if the plan fits, also gathers and the
- * curve. Expected: NO_MEMORY. */
-koila_status koila__plan_describe(koila_plan *p, const koila_plan_options *o);
+ * curve. known: its peak; 0: not known. Expected: NO_MEMORY. */
+koila_status koila__plan_describe(koila_plan *p, const koila_plan_options *o, uint64_t known);
 /* The least that cutting another axis needs. */
 typedef struct koila__least {
     uint64_t peak_bytes; /* UINT64_MAX: none was tried */
