@@ -185,7 +185,7 @@ static koila_status tell_run(builder *b, koila_instr run)
     if (!koila__can_tell(&b->teller, n))
         return KOILA_UNSUPPORTED;
     b->s->work += koila__cost_of(b->t, s).work;
-    if (koila_op_flags(b->t, s->op) & KOILA_OP_RANDOM)
+    if (koila__flags_of_op(b->t, s->op) & KOILA_OP_RANDOM)
         return keep_random(b, run);
     koila_value *in = koila__arena_array(&b->tmp, s->n_inputs, sizeof *in);
     koila_meta *metas = koila__arena_array(&b->tmp, s->n_inputs, sizeof *metas);

@@ -64,7 +64,7 @@ static double recurrence(const koila_table *t, const koila_sig_info *s, const ko
 
 static double multiply_adds(const koila_table *t, const koila_sig_info *s)
 {
-    const uint32_t kind = koila_facts_dense(koila_op_facts(t, s->op));
+    const uint32_t kind = koila_facts_dense(koila__facts_of_op(t, s->op));
     const koila_meta_info *in[3] = { 0 };
     const koila_meta_info *out = NULL;
     if (kind == 0 || (s->n_inputs < 2 && kind != KOILA_FACT_DENSE_POOL))
@@ -106,9 +106,9 @@ static double offload(const koila_table *t, const koila_sig_info *s)
 
 koila__cost koila__cost_of(const koila_table *t, const koila_sig_info *s)
 {
-    if (koila_op_flags(t, s->op) & KOILA_OP_VIEW)
+    if (koila__flags_of_op(t, s->op) & KOILA_OP_VIEW)
         return (koila__cost){ 0, false };
-    if (koila_op_facts(t, s->op) & KOILA_FACT_OFFLOADS)
+    if (koila__facts_of_op(t, s->op) & KOILA_FACT_OFFLOADS)
         return (koila__cost){ offload(t, s), false };
     double n_bytes = 0;
     for (uint32_t i = 0; i < s->n_inputs; i++)
@@ -117,7 +117,7 @@ koila__cost koila__cost_of(const koila_table *t, const koila_sig_info *s)
         if (s->outputs[i] != KOILA_NONE)
             n_bytes += (double)koila__meta(t, s->outputs[i])->n_bytes;
     const double dense = multiply_adds(t, s) * KOILA_COST_BYTES_PER_MULTIPLY_ADD;
-    const uint32_t kind = koila_facts_dense(koila_op_facts(t, s->op));
+    const uint32_t kind = koila_facts_dense(koila__facts_of_op(t, s->op));
     const bool is_conv = kind == KOILA_FACT_DENSE_CONV || kind == KOILA_FACT_DENSE_CONV_BACKWARD;
     return (koila__cost){ n_bytes + dense,
                           dense > KOILA_COST_EXPENSIVE_RATIO * n_bytes || (dense > 0 && is_conv) };

@@ -29,8 +29,8 @@ static const koila_sig_info *sig_of(const koila_graph *g, koila_node n)
 static bool is_view(const koila_graph *g, koila_node n)
 {
     const koila_op op = sig_of(g, n)->op;
-    return (koila_op_flags(g->table, op) & KOILA_OP_VIEW) ||
-           (koila_op_facts(g->table, op) & KOILA_FACT_MAY_ALIAS);
+    return (koila__flags_of_op(g->table, op) & KOILA_OP_VIEW) ||
+           (koila__facts_of_op(g->table, op) & KOILA_FACT_MAY_ALIAS);
 }
 
 /* Bytes that v takes at least. */
@@ -91,7 +91,7 @@ static uint64_t count_node(floor_walk *w, koila_node n)
     const koila_node_info *info = &g->nodes.at[n];
     uint64_t there = w->held;
     /* makes results while it frees what it is given, or writes over it */
-    const bool frees = (koila_op_facts(g->table, s->op) & KOILA_FACT_OPAQUE_BACKWARD) ||
+    const bool frees = (koila__facts_of_op(g->table, s->op) & KOILA_FACT_OPAQUE_BACKWARD) ||
                        koila__adds_two(g->table, s);
     if (is_view(g, n) || s->n_writes)
         return 0;

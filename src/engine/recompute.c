@@ -237,7 +237,7 @@ static koila_status append_offload(rewriter *r, koila_op op, koila_value v, cons
                                    uint32_t n, koila_meta out, koila_value *result)
 {
     const koila_node like = producer(r, v);
-    const bool is_copy = !(koila_op_flags(r->g->table, op) & KOILA_OP_VIEW);
+    const bool is_copy = !(koila__flags_of_op(r->g->table, op) & KOILA_OP_VIEW);
     koila_arg tokens[3];
     koila_sig sig;
     koila_assert(n <= 2);

@@ -186,8 +186,8 @@ bool koila__can_tell(const koila__teller *t, koila_node n)
     const koila__placed *p = t->plan->placed;
     const koila_sig_info *s = koila__node_sig(p->graph, n);
     const uint32_t of_module = KOILA_FACT_OPAQUE_CALL | KOILA_FACT_OPAQUE_BACKWARD;
-    return !(koila_op_flags(t->table, s->op) & KOILA_OP_OPAQUE) &&
-           !(koila_op_facts(t->table, s->op) & of_module) && !p->node[n].end &&
+    return !(koila__flags_of_op(t->table, s->op) & KOILA_OP_OPAQUE) &&
+           !(koila__facts_of_op(t->table, s->op) & of_module) && !p->node[n].end &&
            !is_refused(t, p->node[n].fix);
 }
 

@@ -478,7 +478,7 @@ static koila_status part_of(unroller *u, koila_value v, koila_placement cut, uin
  * through which a call writes. */
 static bool may_differ(const unroller *u, const koila_sig_info *s, uint32_t i)
 {
-    bool is_read = koila_op_facts(u->t, s->op) & KOILA_FACT_STRIDED;
+    bool is_read = koila__facts_of_op(u->t, s->op) & KOILA_FACT_STRIDED;
     for (uint32_t w = 0; w < s->n_writes; w++)
         is_read |= s->writes[w].input == i;
     return !is_read;
@@ -759,10 +759,10 @@ static koila_status run_whole(unroller *u, koila_node n)
 /* Does the call, or a view through which it writes, read its input's layout? */
 static bool reads_layout(const unroller *u, const koila_sig_info *s)
 {
-    bool reads = koila_op_facts(u->t, s->op) & KOILA_FACT_STRIDED;
+    bool reads = koila__facts_of_op(u->t, s->op) & KOILA_FACT_STRIDED;
     for (uint32_t w = 0; w < s->n_writes; w++)
         for (uint32_t l = 0; l < s->writes[w].n_links; l++)
-            reads |= koila_op_facts(u->t, koila__sig(u->t, s->writes[w].links[l].sig)->op) &
+            reads |= koila__facts_of_op(u->t, koila__sig(u->t, s->writes[w].links[l].sig)->op) &
                      KOILA_FACT_STRIDED;
     return reads;
 }
@@ -773,9 +773,9 @@ static bool is_refused(const unroller *u, koila_node n)
 {
     const koila_sig_info *s = koila__node_sig(u->g, n);
     const uint32_t of_module = KOILA_FACT_OPAQUE_CALL | KOILA_FACT_OPAQUE_BACKWARD;
-    return koila_op_facts(u->t, s->op) & of_module ||
+    return koila__facts_of_op(u->t, s->op) & of_module ||
            (u->p->node[n].in_loop &&
-            (koila_op_flags(u->t, s->op) & KOILA_OP_RANDOM || reads_layout(u, s)));
+            (koila__flags_of_op(u->t, s->op) & KOILA_OP_RANDOM || reads_layout(u, s)));
 }
 
 static koila_status tell_all(unroller *u)

@@ -103,7 +103,7 @@ koila_status koila__way_place(const koila__planning *q, koila__place_fn how, koi
 static bool is_copy_to_host(const koila_graph *g, koila_node n)
 {
     const koila_sig_info *s = koila__node_sig(g, n);
-    return !(koila_op_flags(g->table, s->op) & KOILA_OP_VIEW) &&
+    return !(koila__flags_of_op(g->table, s->op) & KOILA_OP_VIEW) &&
            koila__meta(g->table, s->outputs[0])->device == 0;
 }
 

@@ -297,11 +297,27 @@ static uint32_t innermost(const koila_meta_info *m, const bool *done)
     return found;
 }
 
+/* Does each dimension lie within the one before it? */
+static bool is_in_order(const koila_meta_info *m)
+{
+    for (uint32_t d = 1; d < m->n_dims && m->stride; d++)
+        if (m->stride[d] > m->stride[d - 1])
+            return false;
+    return true;
+}
+
 void koila_dense_strides(const koila_meta_info *like, const int64_t *size, int64_t *stride)
 {
     bool done[KOILA_MAX_DIMS] = { 0 };
     int64_t step = 1;
     koila_assert_arg(like->n_dims <= KOILA_MAX_DIMS);
+    if (is_in_order(like)) {
+        for (uint32_t d = like->n_dims; d-- > 0;) {
+            stride[d] = step;
+            step *= size[d] > 1 ? size[d] : 1;
+        }
+        return;
+    }
     for (uint32_t k = 0; k < like->n_dims; k++) {
         const uint32_t d = innermost(like, done);
         done[d] = true;

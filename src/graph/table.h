@@ -79,11 +79,22 @@ static inline const koila_meta_info *koila__value_meta(const koila_graph *g, koi
 {
     return koila__meta(g->table, g->values.at[v].meta);
 }
+/* Of an operator of the table. */
+static inline uint32_t koila__flags_of_op(const koila_table *t, koila_op op)
+{
+    koila_assert(op < t->ops.n);
+    return t->ops.at[op].flags;
+}
+static inline uint32_t koila__facts_of_op(const koila_table *t, koila_op op)
+{
+    koila_assert(op < t->ops.n);
+    return t->ops.at[op].facts;
+}
 /* x + y of two tensors. */
 static inline bool koila__adds_two(const koila_table *t, const koila_sig_info *s)
 {
-    return (koila_op_facts(t, s->op) & KOILA_FACT_ADDS) && s->n_inputs == 2 && s->n_outputs == 1 &&
-           !s->n_writes && !s->n_kw && s->n_pos == 2;
+    return (koila__facts_of_op(t, s->op) & KOILA_FACT_ADDS) && s->n_inputs == 2 &&
+           s->n_outputs == 1 && !s->n_writes && !s->n_kw && s->n_pos == 2;
 }
 /* Does a call read its input i? The base of an overwriting write is only a place: nobody makes it
  * for that, and nobody waits for it. */

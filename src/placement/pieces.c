@@ -118,7 +118,7 @@ bool koila__is_plain_sum(const koila__case *c)
     double alpha;
     const bool is_written = c->sig->n_writes == 1 && c->sig->n_fresh == 0;
     return koila__rule_of(c->table, c->sig->op) == koila__rule_additive &&
-           (koila_op_facts(c->table, c->sig->op) & KOILA_FACT_ADDS) && c->n_in == 2 &&
+           (koila__facts_of_op(c->table, c->sig->op) & KOILA_FACT_ADDS) && c->n_in == 2 &&
            c->n_out == 1 && koila__kw_number(c, "alpha", 1, &alpha) && alpha == 1 &&
            (!c->sig->n_writes ||
             (is_written && !c->sig->writes[0].n_links && !c->sig->writes[0].overwrites));

@@ -1211,7 +1211,7 @@ static koila_placement cut_of(const koila__placer *p, const koila_sig_info *sig,
 static bool cut(koila__placer *p, const koila_sig_info *sig, const koila_placement *placed,
                 uint16_t axis, koila_value *results)
 {
-    if (koila_op_flags(p->table, sig->op) & KOILA_OP_OPAQUE)
+    if (koila__flags_of_op(p->table, sig->op) & KOILA_OP_OPAQUE)
         return true;
     for (uint32_t j = 0; j < sig->n_outputs; j++) {
         koila_value rows;
@@ -2074,7 +2074,7 @@ bool koila__takes_rows(const koila__placed *p)
     for (koila_node n = 0; n < koila_graph_n_nodes(p->graph); n++) {
         const koila_op op = koila__node_sig(p->graph, n)->op;
         const koila__rule rule = koila__rule_of(t, op);
-        if (koila_op_facts(t, op) & of_module)
+        if (koila__facts_of_op(t, op) & of_module)
             return false; /* ranks that share it must run as many slices, of any rows */
         any |= p->node[n].gathered && (rule == koila__rule_select || rule == koila__rule_slice ||
                                        rule == koila__rule_unbind || rule == koila__rule_split ||
