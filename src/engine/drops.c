@@ -142,6 +142,7 @@ typedef struct rungs {
     uint64_t part;    /* of a bound, by which the next limit is lower */
     /* what does not fit needs so much beyond what waits, as far as was tried */
     uint64_t gap;
+    bool fits_undropped; /* along another axis, the step fits with nothing dropped */
     koila__effort *effort;
     uint32_t n_nodes;
 } rungs;
@@ -419,11 +420,13 @@ static koila_status try_way(const koila__planning *q, const koila__way *base, co
 enum { GAP_PART = 4, GAP_PART_AT_CALL = 32 };
 
 /* May rung x fit, and is that likely? Bounds of several loops are weak, but what is needed beyond
- * what waits differs little between choices: those that were tried tell it. */
+ * what waits differs little between choices: those that were tried tell it. That is not so where
+ * the step fits as it is, by loops that compute all again: then little need wait for them. */
 static bool is_likely(const koila__planning *q, const rungs *r, const rung *x)
 {
     const uint64_t budget = q->options->budget_bytes;
-    return !x->is_out && x->bound <= budget && r->gap <= budget && x->waiting <= budget - r->gap;
+    const bool is_in_gap = r->fits_undropped || (r->gap <= budget && x->waiting <= budget - r->gap);
+    return !x->is_out && x->bound <= budget && (is_in_gap || q->effort->tries_all);
 }
 
 /* Rung x needs so much, and does not fit. Others may need a part of it less beyond what waits. */
@@ -775,6 +778,7 @@ static koila_status climb_along(koila__planning *q, const koila__way *way, rungs
     rung *taken = NULL;
     bool is_at_call = false; /* of the one taken */
     r->gap = koila__outline_results(r->usual);
+    r->fits_undropped = koila__way_fits(q, way);
     if (!is_small && way->is_bound && way->of_calls > r->gap) /* nearly the same with less kept */
         r->gap = way->of_calls;
     for (rung *x = next_along(q, r); x; x = next_along(q, r)) {

@@ -11,6 +11,9 @@
 
 typedef struct koila__effort {
     double spent, allowed; /* ns */
+    /* nothing is left out because planning has taken long, or because what was tried makes it
+     * unlikely to fit: tests/oracle/test_scan_oracle.c */
+    bool tries_all;
 } koila__effort;
 
 /* Of a step of so many recorded nodes. */
@@ -28,6 +31,9 @@ static inline void koila__spend(koila__effort *e, double ns, uint32_t n_nodes)
 }
 
 /* Is all of it spent? Then what fits is not compared with more. */
-static inline bool koila__is_spent(const koila__effort *e) { return e->spent >= e->allowed; }
+static inline bool koila__is_spent(const koila__effort *e)
+{
+    return e->spent >= e->allowed && !e->tries_all;
+}
 
 #endif

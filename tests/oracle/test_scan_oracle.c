@@ -1,0 +1,234 @@
+/* test_scan_oracle.c — what the rules of thumb cost that leave out choices of what is dropped.
+ *
+ * Along another axis results are dropped by 2 to 32 segments (koila__drop_along). Not all of these
+ * numbers are tried: those that are unlikely to fit, by what others needed, are left out; and once
+ * planning has taken long, two in a row that are no better end the scan, what fits in little time
+ * ends it at once, and other axes are left. No bound proves these rules.
+ *
+ * Random training steps of one sample, of layers with and without statistics over the tokens, are
+ * planned with the rules and without, within the same budgets. With them the same budgets fit, and
+ * what is taken takes little more time. A planted fault, which misses what a larger budget allows,
+ * must be told from the rules. */
+#include "harness.h"
+#include "random_graph.h"
+
+#include "engine/plan_inside.h"
+
+#include <math.h>
+
+enum { MOST_LAYERS = 12, N_STEPS = 60, N_BUDGETS = 16 };
+
+/* ---- the steps */
+
+typedef struct layer {
+    koila_value x, normal, scale, h, a, w1, w2;
+    int64_t hidden;
+    bool over_tokens; /* its statistics, else over each token */
+} layer;
+
+typedef struct step {
+    random_graph r;
+    int64_t time, width;
+    koila_value targets[2 * MOST_LAYERS + 1];
+    uint32_t n_targets;
+} step;
+
+#define CALL(name, out, ...) rg_call(r, name, 0, out, false, __VA_ARGS__)
+#define VIEW(name, out, ...) rg_call(r, name, KOILA_OP_VIEW, out, false, __VA_ARGS__)
+
+static koila_meta shape(random_graph *r, int64_t rows, int64_t columns)
+{
+    return rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ rows, columns }, NULL);
+}
+
+static koila_meta turned(random_graph *r, int64_t rows, int64_t columns)
+{
+    return rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ rows, columns }, (int64_t[]){ 1, rows });
+}
+
+static koila_value weight(random_graph *r, int64_t rows, int64_t columns)
+{
+    rg_leaf(r, KOILA_LEAF_REAL, 0, 0, KOILA_DTYPE_F32, 2, (int64_t[]){ rows, columns });
+    return r->values[r->n_values - 1];
+}
+
+static koila_meta statistics(random_graph *r, const step *x, const layer *l)
+{
+    return l->over_tokens ? shape(r, 1, x->width) : shape(r, x->time, 1);
+}
+
+/* y = x + w2 gelu(w1 norm(x)) */
+static koila_value forward(step *x, layer *l, koila_value v)
+{
+    random_graph *r = &x->r;
+    const koila_meta rows = shape(r, x->time, x->width), hidden = shape(r, x->time, l->hidden);
+    const koila_meta stat = statistics(r, x, l);
+    const int64_t dim = l->over_tokens ? 0 : 1;
+    l->x = v;
+    l->w1 = weight(r, l->hidden, x->width);
+    l->w2 = weight(r, x->width, l->hidden);
+    const koila_value mean = CALL("aten::mean.dim", stat, "tlb", v, 1, dim, 1);
+    const koila_value centred = CALL("aten::sub.Tensor", rows, "tt", v, mean);
+    const koila_value square = CALL("aten::mul.Tensor", rows, "tt", centred, centred);
+    const koila_value variance = CALL("aten::mean.dim", stat, "tlb", square, 1, dim, 1);
+    l->scale = CALL("aten::rsqrt", stat, "t", variance);
+    l->normal = CALL("aten::mul.Tensor", rows, "tt", centred, l->scale);
+    const koila_value t1 = VIEW("aten::t", turned(r, x->width, l->hidden), "t", l->w1);
+    l->h = CALL("aten::mm", hidden, "tt", l->normal, t1);
+    l->a = CALL("aten::gelu", hidden, "t", l->h);
+    const koila_value t2 = VIEW("aten::t", turned(r, l->hidden, x->width), "t", l->w2);
+    return CALL("aten::add.Tensor", rows, "tt", v, CALL("aten::mm", rows, "tt", l->a, t2));
+}
+
+/* Gradients of the weights are targets; returns the gradient of l->x. */
+static koila_value backward(step *x, const layer *l, koila_value g)
+{
+    random_graph *r = &x->r;
+    const koila_meta rows = shape(r, x->time, x->width), hidden = shape(r, x->time, l->hidden);
+    const koila_meta stat = statistics(r, x, l);
+    const int64_t dim = l->over_tokens ? 0 : 1;
+    const koila_value gt = VIEW("aten::t", turned(r, x->width, x->time), "t", g);
+    x->targets[x->n_targets++] = CALL("aten::mm", shape(r, x->width, l->hidden), "tt", gt, l->a);
+    const koila_value ga = CALL("aten::mm", hidden, "tt", g, l->w2);
+    const koila_value gh =
+        CALL("aten::mul.Tensor", hidden, "tt", ga, CALL("aten::sigmoid", hidden, "t", l->h));
+    const koila_value ht = VIEW("aten::t", turned(r, l->hidden, x->time), "t", gh);
+    x->targets[x->n_targets++] =
+        CALL("aten::mm", shape(r, l->hidden, x->width), "tt", ht, l->normal);
+    const koila_value gn = CALL("aten::mm", rows, "tt", gh, l->w1);
+    const koila_value m1 = CALL("aten::mean.dim", stat, "tlb", gn, 1, dim, 1);
+    const koila_value product = CALL("aten::mul.Tensor", rows, "tt", gn, l->normal);
+    const koila_value m2 = CALL("aten::mean.dim", stat, "tlb", product, 1, dim, 1);
+    const koila_value less = CALL("aten::mul.Tensor", rows, "tt", l->normal, m2);
+    const koila_value centred = CALL("aten::sub.Tensor", rows, "tt", gn, m1);
+    const koila_value d = CALL("aten::sub.Tensor", rows, "tt", centred, less);
+    return CALL("aten::add.Tensor", rows, "tt", g,
+                CALL("aten::mul.Tensor", rows, "tt", d, l->scale));
+}
+
+static void step_init(step *x, uint64_t seed)
+{
+    static const int64_t widths[] = { 64, 128, 256, 1024 };
+    *x = (step){ 0 };
+    random_graph *r = &x->r;
+    layer layers[MOST_LAYERS];
+    uint16_t axis;
+    koila_value v = 0;
+    r->seed = seed * 0x9e3779b97f4a7c15u + 1;
+    r->status = koila_table_new(NULL, &r->t);
+    if (r->status == KOILA_OK)
+        r->status = koila_graph_new(r->t, NULL, &r->g);
+    if (r->status == KOILA_OK)
+        r->status = koila_graph_axis(r->g, 1, &axis);
+    x->time = (int64_t)512 << rg_pick(r, 4);
+    x->width = widths[rg_pick(r, 3)];
+    const uint32_t n = 7 + rg_pick(r, MOST_LAYERS - 6);
+    const uint32_t share = rg_pick(r, 5); /* of four, how many have statistics over the tokens */
+    const int64_t sizes[] = { 1, x->time, x->width };
+    const koila_meta in = rg_shape(r, KOILA_DTYPE_F32, 3, sizes, NULL);
+    if (r->status == KOILA_OK)
+        r->status = koila_graph_leaf(r->g, in, KOILA_LEAF_BATCH, 0, 0, NULL, &v);
+    v = VIEW("aten::view", shape(r, x->time, x->width), "tl", v, 2, x->time, x->width);
+    for (uint32_t i = 0; i < n; i++) {
+        layers[i] =
+            (layer){ .hidden = widths[rg_pick(r, 4)], .over_tokens = rg_pick(r, 4) < share };
+        v = forward(x, &layers[i], v);
+    }
+    x->targets[x->n_targets++] =
+        CALL("aten::sum.dim_IntList", shape(r, 1, 1), "tlb", v, 2, (int64_t)0, (int64_t)1, 1);
+    for (uint32_t i = n; i-- > 0;)
+        v = backward(x, &layers[i], v);
+    if (r->status != KOILA_OK)
+        abort();
+}
+
+/* ---- their plans */
+
+typedef struct found {
+    bool fits, is_along; /* another axis is cut, and results are dropped */
+    uint64_t peak;
+    double time, effort; /* relative to the step as recorded; what planning took */
+} found;
+
+static found planned(const step *x, uint64_t budget, koila__effort effort)
+{
+    const koila_plan_options o = {
+        .struct_size = sizeof o, .budget_bytes = budget, .recomputes = true, .axes = KOILA_AXES_ANY
+    };
+    koila_plan *p = NULL;
+    found f = { 0 };
+    const koila_status status = koila__plan_row(x->r.g, x->targets, x->n_targets, NULL, &o, NULL,
+                                                &effort, NULL, &p, NULL, NULL);
+    CHECK(status == KOILA_OK || status == KOILA_OOM);
+    f.effort = effort.spent;
+    if (p) {
+        const koila_plan_info info = koila_plan_get(p);
+        f = (found){ true, info.dim != KOILA_NONE && info.n_again, info.peak_bytes, info.time_ratio,
+                     effort.spent };
+        CHECK(info.peak_bytes <= budget);
+    }
+    koila_plan_free(p);
+    return f;
+}
+
+typedef struct score {
+    uint32_t n, n_along, n_missed, n_other; /* other: it takes another time than without rules */
+    double sum, worst, effort;
+} score;
+
+static void count(score *s, const found *with, const found *without)
+{
+    const double ratio = with->fits && without->fits ? with->time / without->time : 1;
+    s->n++;
+    s->n_along += without->is_along;
+    s->n_missed += without->fits && !with->fits;
+    s->n_other += fabs(ratio - 1) > 1e-9;
+    s->sum += ratio;
+    s->worst = ratio > s->worst ? ratio : s->worst;
+    s->effort += with->effort / without->effort;
+}
+
+static void print(const char *name, const score *s)
+{
+    printf("  %s: of %u budgets (%u along an axis with results dropped) %u do not fit that would, "
+           "%u take another time: %.4f of it on average, at most %.3f; planning takes %.2f of the "
+           "time\n",
+           name, s->n, s->n_along, s->n_missed, s->n_other, s->sum / s->n, s->worst,
+           s->effort / s->n);
+}
+
+/* The least of these budgets holds the results alone, the last one almost the whole step. */
+static uint64_t budget_of(const step *x, uint32_t k)
+{
+    const double share = pow((double)k / (N_BUDGETS + 1), 2); /* most are small */
+    const uint64_t most =
+        planned(x, UINT64_MAX, koila__effort_for(koila_graph_n_nodes(x->r.g))).peak;
+    uint64_t least = 0;
+    for (uint32_t i = 0; i < x->n_targets; i++)
+        least += rg_meta(&x->r, x->targets[i])->n_bytes;
+    return least + (uint64_t)((double)(most - least) * share);
+}
+
+TEST(oracle__choices_left_out_cost_little_time_and_no_budget)
+{
+    score rules = { 0 }, fault = { 0 };
+    for (uint64_t seed = 1; seed <= N_STEPS; seed++) {
+        step x;
+        found before = { 0 };
+        step_init(&x, seed);
+        for (uint32_t k = 1; k <= N_BUDGETS; k++) {
+            const uint64_t budget = budget_of(&x, k);
+            const found all = planned(&x, budget, (koila__effort){ .tries_all = true });
+            const found with = planned(&x, budget, koila__effort_for(koila_graph_n_nodes(x.r.g)));
+            count(&rules, &with, &all);
+            count(&fault, before.fits ? &before : &with, &all);
+            before = with;
+        }
+        rg_deinit(&x.r);
+    }
+    print("with the rules", &rules);
+    print("a planted fault", &fault);
+    CHECK(rules.n_along > rules.n / 8 && rules.n_other > 0);
+    CHECK(!rules.n_missed && rules.sum <= 1.015 * rules.n && rules.worst <= 2);
+    CHECK(fault.sum > 1.1 * fault.n && fault.worst > 2);
+}
