@@ -205,5 +205,24 @@ def unshare(real: torch.Tensor) -> None:
     memory = untyped_storage(real).data_ptr()
     for v, leaf in _core.leaves_on(tape):
         if leaf is real or untyped_storage(leaf).data_ptr() == memory:
-            with torch.no_grad():
-                _core.replace_leaf(tape, v, clone_exactly(leaf.detach()))
+            _own(tape, v, leaf)
+
+
+def _own(tape: _core.Tape, v: int, leaf: torch.Tensor) -> None:
+    with torch.no_grad():
+        _core.replace_leaf(tape, v, clone_exactly(leaf.detach()))
+
+
+def keep_contents(tape: _core.Tape, leaves: list[int]) -> None:
+    """A plain tensor is about to be written by a method: these leaves of its memory keep their
+    contents. Not where somebody would see the copy being made."""
+    if (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._is_torch_function_mode_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.is_inference_mode_enabled()
+    ):
+        return
+    for v, leaf in _core.leaves_on(tape):
+        if v in leaves:
+            _own(tape, v, leaf)

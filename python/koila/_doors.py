@@ -315,18 +315,21 @@ def _uncounted_writes() -> None:
     """What these write is told to the tapes, see Note [Back doors] in watches.c."""
     witness = torch.empty(0, device="cpu")
 
+    def tell(written: list[torch.Tensor]) -> None:
+        if not torch.compiler.is_compiling():
+            _core.written(written, witness)
+            count_write([witness])
+
     def telling(original: Any, places: dict[int, str]) -> Any:
         @functools.wraps(original)
         def write(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            if not torch.compiler.is_compiling():
-                scaled = {1: "grads"} if kwargs.get("grad_scale") is not None else {}
-                lists = [
-                    args[i] if i < len(args) else kwargs.get(name) or ()
-                    for i, name in (places | scaled).items()
-                ]
-                _core.written([t for tensors in lists for t in tensors], witness)
-                count_write([witness])
+            scaled = {1: "grads"} if kwargs.get("grad_scale") is not None else {}
+            lists = [
+                args[i] if i < len(args) else kwargs.get(name) or ()
+                for i, name in (places | scaled).items()
+            ]
+            tell([t for tensors in lists for t in tensors])
             return result
 
         return write
@@ -334,6 +337,19 @@ def _uncounted_writes() -> None:
     for name, places in _UNCOUNTED.items():
         if hasattr(torch, name):
             setattr(torch, name, telling(getattr(torch, name), places))
+
+    def by_elements(original: Any) -> Any:
+        @functools.wraps(original)
+        def write(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(self, *args, **kwargs)
+            finally:  # where the function of an element raised, some are written
+                tell([self])
+
+        return write
+
+    for name in ("apply_", "map_", "map2_"):  # Python functions of each element
+        setattr(torch.Tensor, name, by_elements(getattr(torch.Tensor, name)))
 
 
 def _set_lazy_data(self: LazyTensor, value: torch.Tensor) -> None:

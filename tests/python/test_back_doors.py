@@ -124,7 +124,7 @@ def test_contents_that_are_gone_do_not_come_back(first, then):
     """A write, and then one that gives what was recorded memory of its own: too late."""
     w, x = torch.ones(4, 4), torch.ones(B, 4)
     h = lazy(x) @ w
-    (w.data if first == "data" else w).mul_(2)
+    (w.data if first == "data" else w)[...] = 2  # no method, see plain_writes.c
     if then == "data set":
         w.data = torch.zeros(4, 4)
     elif then == "lazy data":
@@ -404,3 +404,148 @@ def test_random_programs_with_back_doors_and_loops_over_samples_in_threads(first
             eager.generator = b""
             bad = program_generator.against(eager, outcome, seed, exact=False, kinds=kinds)
             assert not bad, (seed, slices, bad)
+
+
+# ---- plain writes of what a step has recorded
+
+SEEN = {
+    "copy_": lambda b: b.copy_(torch.zeros(3)),
+    "with a name": lambda b: b.mul_(other=2.0),
+    "without arguments": lambda b: b.zero_(),
+    "twice": lambda b: b.add_(1).mul_(2),
+    "an operator": lambda b: b.__iadd__(1),
+    "data": lambda b: b.data.lerp_(torch.zeros(3), 0.5),
+    "a view": lambda b: b[1:].add_(2),
+    "a view of another shape": lambda b: b.view(3, 1).fill_(4),
+    "unbound": lambda b: torch.Tensor.clamp_(b, max=0.5),
+    "drawn": lambda b: b.normal_(),
+    "some elements": lambda b: b.masked_fill_(torch.tensor([True, False, True]), 9.0),
+}
+SAID = {
+    "an item": lambda b: b.__setitem__(0, 5.0),
+    "an item first": lambda b: (b.__setitem__(0, 5.0), b.add_(1)),
+    "out=": lambda b: torch.add(b.clone(), 1, out=b),
+    "a list": lambda b: torch._foreach_mul_([b], 2.0),
+    "other memory": lambda b: b.set_(torch.zeros(3)),
+}
+BY_ELEMENTS = {
+    "apply_": lambda b: b.apply_(lambda v: v + 1),
+    "map_": lambda b: b.map_(torch.ones(3), lambda v, w: v + w),
+    "apply_ of data": lambda b: b.data.apply_(lambda v: v + 1),
+}
+
+
+def buffered(wrap, write):
+    """A buffer that is read, written, and read again, with a backward after that."""
+    torch.manual_seed(3)
+    w, buffer = torch.ones(3, requires_grad=True), torch.arange(3.0)
+    x = wrap(torch.arange(3.0 * B).view(B, 3))
+    before = (x * buffer + buffer[1]) * w
+    write(buffer)
+    after = (x - buffer) * w
+    (before * after.detach() + after).sum().backward()
+    return [plain(w.grad), plain(before.detach()), plain(buffer)]
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("name", SEEN)
+def test_a_plain_write_of_a_recorded_buffer_is_eager_s(name, slices):
+    expected = buffered(lambda t: t, SEEN[name])
+    with koila.micro_batch(rows(slices, B)):
+        got = buffered(lazy, SEEN[name])
+    assert koila.last_plan().n_reads == 0, "something was computed at once"
+    for e, g in zip(expected, got, strict=True):
+        assert torch.allclose(e, g, rtol=1e-6), name
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_plain_write_that_is_no_method_is_right_or_said(name):
+    with pytest.raises(koila.StaleValueError):
+        buffered(lazy, SAID[name])
+
+
+@pytest.mark.about_the_cpu("torch has these there alone")
+@pytest.mark.parametrize("name", BY_ELEMENTS)
+def test_a_write_of_each_element_in_python_is_right_or_said(name):
+    """Torch counts no version of it."""
+    expected = buffered(lambda t: t, BY_ELEMENTS[name])
+    try:
+        got = buffered(lazy, BY_ELEMENTS[name])
+    except koila.StaleValueError:
+        return
+    for e, g in zip(expected, got, strict=True):
+        assert torch.equal(e, g)
+
+
+@pytest.mark.about_the_cpu("torch has these there alone")
+def test_a_weight_written_element_by_element_is_said():
+    """Of weights no copies are made."""
+    w = torch.ones(3, requires_grad=True)
+    h = lazy(torch.ones(B, 3)) * w
+    w.data.apply_(lambda v: v + 1)
+    with pytest.raises(koila.StaleValueError):
+        koila.run(h)
+
+
+def test_nothing_is_copied_of_weights_batches_and_what_no_step_reads(monkeypatch):
+    from koila import _calls
+
+    copied = []
+    monkeypatch.setattr(_calls, "_own", lambda *a: copied.append(a))
+    given, unread = torch.ones(B, 3), torch.ones(3)
+    frozen = torch.ones(3)
+    w = torch.ones(3, requires_grad=True)
+    x = lazy(given)
+    h = x * w
+    with torch.no_grad():
+        w.mul_(1)
+    w.data.mul_(1)
+    given.add_(0)
+    unread.add_(1)
+    x.add_(1)  # lazy
+    assert not copied
+    h = lazy(torch.ones(B, 3)) * w * frozen
+    h.sum().backward()
+    frozen.mul_(0.9)  # a moving average, after the step
+    assert not copied
+    h = lazy(torch.ones(B, 3)) * frozen
+    frozen.mul_(0.9)
+    assert len(copied) == 1
+
+
+def test_a_codebook_that_moves_in_the_forward_pass_trains_in_slices():
+    """VQ-VAE with moving averages: the codes are looked up, then their book is written."""
+
+    class Codes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("book", torch.randn(8, 4))
+            self.register_buffer("count", torch.ones(8))
+            self.register_buffer("total", self.book.clone())
+
+        def forward(self, z):
+            with torch.no_grad():
+                i = torch.cdist(z, self.book).argmin(1)
+                q = nn.functional.embedding(i, self.book)
+                hot = nn.functional.one_hot(i, 8).to(z.dtype)
+                self.count.mul_(0.9).add_(hot.sum(0), alpha=0.1)
+                self.total.mul_(0.9).add_(hot.t() @ z, alpha=0.1)
+                self.book.data.copy_(self.total / self.count[:, None])
+            return z + (q - z).detach(), (z - q).square().mean()
+
+    def train(wrap):
+        torch.manual_seed(0)
+        m = nn.Sequential(nn.Linear(3, 4), Codes(), nn.Linear(4, 3)).double()
+        for _ in range(3):
+            x = wrap(torch.randn(B, 3, dtype=torch.float64))
+            q, commitment = m[1](m[0](x))
+            ((m[2](q) - x).square().mean() + commitment).backward()
+        return [plain(t) for t in (*(p.grad for p in m.parameters()), *m.buffers())]
+
+    expected = train(lambda t: t)
+    for size in (6, 4, 1):
+        with koila.micro_batch(size):
+            got = train(lazy)
+        assert koila.last_plan().n_micro_batches == -(-B // size)
+        for e, g in zip(expected, got, strict=True):
+            assert torch.allclose(e, g, rtol=1e-12, atol=1e-13)

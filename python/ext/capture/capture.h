@@ -311,6 +311,10 @@ void koila__factories_step(koila__tape *t, koila_meta batch); /* a batch went la
 int koila__factories_hold(bool more);
 int koila__factories_add(PyObject *m);
 
+/* ---- plain_writes.c */
+/* methods: the dict of torch's class of tensors. Once in a process. */
+int koila__plain_writes_setup(PyObject *methods);
+
 /* ---- operators.c, arguments.c, source_line.c, node.c, capture_module.c */
 /* The number of results in the schema. source[j]: -1 for a fresh result, else the written
  * argument. */

@@ -607,6 +607,15 @@ static const struct {
     { "zeros", zeros }, { "ones", ones }, { "full", full }, { "empty", empty }, { "arange", arange }
 };
 
+/* What is not there is left alone. */
+static void watch_methods(PyObject *torch)
+{
+    PyObject *methods = path_of(torch, "_C.TensorBase.__dict__", false);
+    if (!methods || koila__plain_writes_setup(methods) < 0)
+        PyErr_Clear();
+    Py_XDECREF(methods);
+}
+
 /* factories_setup(): once, at the first lazy(). A function that is not as expected is left
  * alone. */
 static PyObject *py_factories_setup(PyObject *module, PyObject *unused)
@@ -659,6 +668,7 @@ static PyObject *py_factories_setup(PyObject *module, PyObject *unused)
         }
         Py_XDECREF(f);
     }
+    watch_methods(torch);
 done:
     Py_XDECREF(torch);
     Py_XDECREF(koila);
