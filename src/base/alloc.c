@@ -22,14 +22,8 @@ koila_allocator koila__allocator(const koila_allocator *mem)
     return mem && mem->fn ? *mem : koila__libc;
 }
 
-struct koila__chunk {
-    koila__chunk *older;
-    size_t n_bytes, n_used; /* both without this header */
-};
-
 #define CHUNK_FIRST ((size_t)4096)
 #define CHUNK_MAX ((size_t)1 << 20)
-#define CHUNK_HEADER ((sizeof(koila__chunk) + 15) & ~(size_t)15)
 
 void koila__arena_init(koila__arena *a, const koila_allocator *mem)
 {
@@ -37,34 +31,30 @@ void koila__arena_init(koila__arena *a, const koila_allocator *mem)
     a->last = a->free = NULL;
 }
 
-void *koila__arena_room(koila__arena *a, size_t n)
+void *koila__arena_more(koila__arena *a, size_t n)
 {
+    koila__chunk *c = a->last;
     if (n > SIZE_MAX / 2)
         return NULL;
     n = (n + 15) & ~(size_t)15;
-    koila__chunk *c = a->last;
-    if (!c || c->n_bytes - c->n_used < n) {
-        size_t grown = c ? c->n_bytes * 2 : CHUNK_FIRST;
-        if (grown > CHUNK_MAX)
-            grown = CHUNK_MAX;
-        if (grown < n)
-            grown = n;
-        koila__chunk *fresh = a->free;
-        if (fresh && fresh->n_bytes >= n)
-            a->free = fresh->older;
-        else {
-            fresh = koila__realloc(&a->mem, NULL, 0, CHUNK_HEADER + grown);
-            if (!fresh)
-                return NULL;
-            fresh->n_bytes = grown;
-        }
-        fresh->n_used = 0;
-        fresh->older = c;
-        a->last = c = fresh;
+    size_t grown = c ? c->n_bytes * 2 : CHUNK_FIRST;
+    if (grown > CHUNK_MAX)
+        grown = CHUNK_MAX;
+    if (grown < n)
+        grown = n;
+    koila__chunk *fresh = a->free;
+    if (fresh && fresh->n_bytes >= n)
+        a->free = fresh->older;
+    else {
+        fresh = koila__realloc(&a->mem, NULL, 0, KOILA__CHUNK_HEADER + grown);
+        if (!fresh)
+            return NULL;
+        fresh->n_bytes = grown;
     }
-    void *p = (char *)c + CHUNK_HEADER + c->n_used;
-    c->n_used += n;
-    return p;
+    fresh->n_used = n;
+    fresh->older = c;
+    a->last = fresh;
+    return (char *)fresh + KOILA__CHUNK_HEADER;
 }
 
 void *koila__arena_alloc(koila__arena *a, size_t n)
@@ -98,12 +88,7 @@ char *koila__arena_str(koila__arena *a, const char *s, size_t n)
     return p;
 }
 
-koila__mark koila__arena_mark(const koila__arena *a)
-{
-    return (koila__mark){ a->last, a->last ? a->last->n_used : 0 };
-}
-
-void koila__arena_rewind(koila__arena *a, koila__mark m)
+void koila__arena_rewind_far(koila__arena *a, koila__mark m)
 {
     while (a->last != m.chunk && a->last->older) {
         koila__chunk *older = a->last->older;
@@ -138,7 +123,7 @@ void koila__arena_deinit(koila__arena *a)
     koila__arena_empty(a);
     for (koila__chunk *c = a->free, *next; c; c = next) {
         next = c->older;
-        koila__release(&a->mem, c, CHUNK_HEADER + c->n_bytes);
+        koila__release(&a->mem, c, KOILA__CHUNK_HEADER + c->n_bytes);
     }
     a->free = NULL;
 }

@@ -24,7 +24,11 @@ static inline void koila__release(const koila_allocator *mem, void *p, size_t n)
         mem->fn(mem->user, p, n, 0);
 }
 
-typedef struct koila__chunk koila__chunk;
+typedef struct koila__chunk {
+    struct koila__chunk *older;
+    size_t n_bytes, n_used; /* both without this header */
+} koila__chunk;
+#define KOILA__CHUNK_HEADER ((sizeof(koila__chunk) + 15) & ~(size_t)15)
 typedef struct koila__arena {
     koila_allocator mem;
     koila__chunk *last; /* newest chunk, linked to older ones */
@@ -38,7 +42,16 @@ void *koila__arena_alloc(koila__arena *a, size_t n);
 /* Like koila__arena_alloc(count * size), NULL also on overflow. */
 void *koila__arena_array(koila__arena *a, size_t count, size_t size);
 /* Like koila__arena_alloc, not zeroed: for large arrays of which little may be used. */
-void *koila__arena_room(koila__arena *a, size_t n);
+void *koila__arena_more(koila__arena *a, size_t n); /* in a chunk that has so much */
+static inline void *koila__arena_room(koila__arena *a, size_t n)
+{
+    koila__chunk *c = a->last;
+    const size_t rounded = (n + 15) & ~(size_t)15; /* 0 of the last few numbers */
+    if (!c || rounded < n || c->n_bytes - c->n_used < rounded)
+        return koila__arena_more(a, n);
+    c->n_used += rounded;
+    return (char *)c + KOILA__CHUNK_HEADER + c->n_used - rounded;
+}
 /* A copy of n bytes. */
 void *koila__arena_copy(koila__arena *a, const void *from, size_t n);
 /* A NUL-terminated copy of n bytes. */
@@ -48,8 +61,18 @@ typedef struct koila__mark {
     koila__chunk *chunk;
     size_t n_used;
 } koila__mark;
-koila__mark koila__arena_mark(const koila__arena *a);
-void koila__arena_rewind(koila__arena *a, koila__mark m);
+static inline koila__mark koila__arena_mark(const koila__arena *a)
+{
+    return (koila__mark){ a->last, a->last ? a->last->n_used : 0 };
+}
+void koila__arena_rewind_far(koila__arena *a, koila__mark m); /* over chunks */
+static inline void koila__arena_rewind(koila__arena *a, koila__mark m)
+{
+    if (a->last && a->last == m.chunk)
+        a->last->n_used = m.n_used;
+    else
+        koila__arena_rewind_far(a, m);
+}
 /* Gives everything back at once and keeps the chunks, so that the next user finds memory that is
  * paged in already. */
 void koila__arena_empty(koila__arena *a);

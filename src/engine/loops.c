@@ -630,6 +630,7 @@ static koila_status assign_loops(work_state *w)
         return assign_one_loop(w);
     TRY_ALLOC(w->exec = koila__arena_room(&w->spare, ((size_t)w->n_nodes + 1) * sizeof *w->exec));
     memset(w->exec, 0xff, (size_t)w->n_nodes * sizeof *w->exec);
+    find_latest(w);
     assign_targets(w);
     return find_exec(w);
 }
@@ -814,6 +815,8 @@ static koila_status find_wholes(work_state *w)
     w->call_peak = koila__arena_array(&w->tmp, w->n_loops + 1, sizeof *w->call_peak);
     w->ending = koila__arena_array(&w->tmp, w->n_loops + 1, sizeof *w->ending);
     TRY_ALLOC(loop_of && w->wholes && w->held_change && w->call_peak && w->ending);
+    if (w->n_loops < 2) /* nothing is held between loops */
+        return KOILA_OK;
     for (uint32_t level = 0, j = 0; level < w->n_levels; level++) {
         for (; j < w->n_loops && w->loops[j].level < level;)
             j++;
@@ -905,7 +908,6 @@ koila_status koila__loops_find(work_state *w, const koila_value *targets, uint32
     find_needed(w, targets, n_targets);
     KOILA_TRY(find_costs(w));
     find_levels(w);
-    find_latest(w);
     KOILA_TRY(make_loops(w));
     KOILA_TRY(assign_loops(w));
     find_keepers(w);

@@ -1115,6 +1115,8 @@ static bool append(koila__placer *p, koila_sig id, const koila_sig_info *sig, co
         p->need.at[p->need.n++] = koila__r();
     if (!settle_new(p, node, a, is_free_call))
         return false;
+    if (p->whole) /* no barriers */
+        return true;
     const uint32_t level = level_of(p, in, &p->need.at[p->need.n - sig->n_inputs], sig->n_inputs);
     for (uint32_t j = 0; j < sig->n_outputs; j++)
         p->level.at[first + j] = level;
