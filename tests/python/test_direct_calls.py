@@ -1,6 +1,9 @@
 """Recorded calls go through torch's C ABI where they can. Claims: the results are those of torch's
 own Python call, to the bit; what fails there raises torch's own exception."""
 
+import threading
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -156,3 +159,39 @@ def test_functions_of_torch_stay_on_outside():
         torch.ones(2) + 1
     assert Seen.n == 2
     assert not torch._C._peek_should_skip_torch_function()
+
+
+@pytest.mark.about_the_cpu("a call on a GPU returns at once")
+def test_other_threads_run_during_a_long_call():
+    a, b = torch.randn(1400, 1400), torch.randn(1400, 1400, requires_grad=True)
+    ticks, over = [], threading.Event()
+
+    def tick():
+        while not over.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.0005)
+
+    def product():
+        x = koila.lazy(a)
+        with torch.no_grad():
+            wanted = x @ b
+            for _ in range(3):
+                wanted = wanted @ b
+        begun = time.perf_counter()
+        koila.run(wanted)
+        return begun, time.perf_counter()
+
+    for _ in range(3):
+        product()
+    thread = threading.Thread(target=tick)
+    before = _core.direct_calls(True)
+    thread.start()
+    try:
+        begun, ended = product()
+    finally:
+        over.set()
+        thread.join()
+    assert _core.direct_calls(True) - before >= 4
+    assert ended - begun > 0.02
+    # between the calls alone there would be five
+    assert sum(begun < t < ended for t in ticks) > 10

@@ -80,8 +80,9 @@ extern Py_ssize_t koila__slot;
 PyObject *koila__wrapper_alone(koila_meta meta, int64_t offset); /* new; its slot is empty */
 /* New: a copy of plain tensor `real`, torch's own `real.clone()`. */
 PyObject *koila__copy_of(PyObject *real, koila_meta meta);
-/* The torch.Tensor of a handle of the C shim, which stays the caller's; None for an undefined one.
- * NULL without an exception: no memory. Only where torch has what the shim's `wrap` names. */
+/* The torch.Tensor of a handle of the C shim, which stays the caller's, to be dropped, but may hold
+ * no tensor any more; None for an undefined one. NULL without an exception: no memory. Only where
+ * torch has what the shim's `wrap` names. */
 PyObject *koila__wrap_plain(tensor_handle h);
 /* An empty tensor made both ways, for comparison: (by arguments, by parts or None). */
 PyObject *koila__wrapper_pair(koila_meta meta, int64_t offset);

@@ -258,13 +258,17 @@ KOILA__HOT static bool same_keys(tensor_handle a, tensor_handle b)
     return keys_at && *(uint64_t *)(*(char **)a + keys_at) == *(uint64_t *)(*(char **)b + keys_at);
 }
 
-/* Torch's wrapping function cannot say that there is no memory for the object, see `spare`. */
+/* Torch's wrapping function cannot say that there is no memory for the object, see `spare`. A
+ * second owner of a tensor that Python has takes the GIL when it goes, so the object is given what
+ * the handle owns where torch can do that. */
 KOILA__HOT PyObject *koila__wrap_plain(tensor_handle h)
 {
     PyTypeObject *type = koila__lazy_class->tp_base;
     const size_t n_bytes = (size_t)type->tp_basicsize + 2 * sizeof(void *); /* the collector's */
     void *room = PyObject_Malloc(n_bytes);
     PyObject_Free(room);
+    if (room && koila__shim.wrap_moved)
+        return koila__shim.wrap_moved(h);
     return room ? koila__shim.wrap(h, type) : NULL;
 }
 

@@ -706,8 +706,10 @@ static bool find_functions(void *lib)
     lib = dladdr((void *)version_getter, &python)
               ? dlopen(python.dli_fname, RTLD_LAZY | RTLD_NOLOAD)
               : NULL;
-    if (lib) /* without it wrappers are made by arguments */
+    if (lib) { /* without the first wrappers are made by arguments */
         FIND(koila__shim.wrap, "_Z16THPVariable_WrapRKN2at10TensorBaseEP11_typeobject");
+        FIND(koila__shim.wrap_moved, "_Z16THPVariable_WrapON2at10TensorBaseE");
+    }
 #undef FIND
     return shim.get_dim && shim.get_sizes && shim.get_strides && shim.get_dtype &&
            shim.get_device_type && shim.get_device_index;

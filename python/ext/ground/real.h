@@ -91,6 +91,7 @@ typedef struct koila__shim_tensors {
     int32_t (*get_dtype)(tensor_handle, int32_t *);
     int32_t (*get_data_ptr)(tensor_handle, void **);
     PyObject *(*wrap)(tensor_handle, PyTypeObject *);
+    PyObject *(*wrap_moved)(tensor_handle); /* as torch.Tensor; nothing is left in the handle */
     /* what watches a leaf, as autograd keeps it: a vector, of which the first words are begin and
      * end, and a unique_ptr */
     const void *const *(*hooks)(tensor_handle);

@@ -56,6 +56,7 @@ int koila__gpu_of(const koila_graph *g)
         if (x.node == KOILA_NONE && d > code && d >> 8 == 1)
             code = d;
     }
+    /* also of a step on the CPU, for which test_cuda_planning.py has a GPU that is none */
     PyObject *r = koila__gpu_ask("index_of", code);
     const long index = r ? PyLong_AsLong(r) : -1;
     Py_XDECREF(r);

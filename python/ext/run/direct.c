@@ -14,7 +14,11 @@
 
 #include "run/run.h"
 
-enum { MOST_ARGUMENTS = 32, MOST_RESULTS = 8 };
+enum {
+    MOST_ARGUMENTS = 32,
+    MOST_RESULTS = 8,
+    BRIEF_ELEMENTS = 4096, /* of all tensors of a call that is over in some microseconds */
+};
 
 typedef uint64_t stable; /* torch's StableIValue */
 
@@ -57,6 +61,7 @@ typedef struct form {
 struct koila__direct {
     char *name, *overload; /* owned */
     bool needs_dtype;      /* a call of it without one is another */
+    bool is_brief;         /* other threads can wait for its end */
     uint32_t n, n_results;
     form at[MOST_ARGUMENTS];
 };
@@ -309,6 +314,24 @@ static bool are_on_known_devices(const koila_meta *metas, uint32_t n)
     return true;
 }
 
+/* Is the call over at once: a view, or one on the CPU of few elements, which torch does not share
+ * with other threads? Then giving the GIL away and getting it back, which torch does in it once
+ * more for each tensor that Python has, takes longer than the call. */
+static bool is_brief(const koila_sig_info *s)
+{
+    uint64_t n_elements = 0;
+    if (koila_op_flags(koila__table, s->op) & KOILA_OP_VIEW)
+        return true;
+    for (uint32_t i = 0; i < s->n_inputs + s->n_outputs; i++) {
+        const koila_meta meta = i < s->n_inputs ? s->inputs[i] : s->outputs[i - s->n_inputs];
+        const koila_meta_info *m = meta == KOILA_NONE ? NULL : koila_meta_get(koila__table, meta);
+        if (m && m->device)
+            return false;
+        n_elements += m ? m->n_elements : 0;
+    }
+    return n_elements <= BRIEF_ELEMENTS;
+}
+
 koila__direct *koila__direct_new(const koila_sig_info *s, PyObject *const *objects)
 {
     const uint32_t flags = koila_op_flags(koila__table, s->op);
@@ -334,6 +357,7 @@ koila__direct *koila__direct_new(const koila_sig_info *s, PyObject *const *objec
         d = PyMem_Calloc(1, sizeof *d);
     if (d) {
         d->n_results = (uint32_t)n_results;
+        d->is_brief = is_brief(s);
         d->name = copy_text(PyUnicode_AsUTF8(name));
         d->overload = copy_text(PyUnicode_AsUTF8(overload));
         if (!d->name || !d->overload || !fill_in(d, s, objects, arguments)) {
@@ -423,9 +447,10 @@ int koila__direct_call(const koila__direct *d, PyObject *const *inputs, PyObject
     for (uint32_t i = 0; i < d->n; i++)
         if (!value_of(&d->at[i], inputs, &stack[i]))
             return 0; /* no memory for an argument: those before it are lost */
-    PyThreadState *thread = PyEval_SaveThread();
+    PyThreadState *thread = d->is_brief ? NULL : PyEval_SaveThread();
     const int32_t code = torch_abi.call(d->name, d->overload, stack, torch_abi.version);
-    PyEval_RestoreThread(thread);
+    if (thread)
+        PyEval_RestoreThread(thread);
     if (code) { /* if that was Python, its exception may have been left; the call is made again */
         if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt))
             return -1;

@@ -422,39 +422,82 @@ static int scale_outputs(const exec *x, node_call *call)
     return 0;
 }
 
+/* A call on whole values that writes and draws nothing: no slice, no row and no copy concerns it.
+ * false: it is another, or an input is missing. */
+static bool is_simple(const exec *x, const koila_instr *in, const koila_sig_info *s,
+                      PyObject **inputs)
+{
+    if (in->steal || s->n_writes || x->inner || s->n_inputs > FEW_INPUTS ||
+        s->n_outputs > FEW_OUTPUTS || koila_op_flags(x->table, s->op) & KOILA_OP_RANDOM ||
+        koila_op_facts(x->table, s->op) & (KOILA_FACT_AS_REAL | KOILA_FACT_OFFLOADS))
+        return false;
+    const koila_value *values = koila_node_inputs(x->g, in->id);
+    for (uint32_t i = 0; i < s->n_inputs; i++) {
+        inputs[i] = x->whole[values[i]] ? x->whole[values[i]] : x->local[values[i]];
+        if (!inputs[i])
+            return false;
+    }
+    return true;
+}
+
+/* Runs such a call. */
+static int run_simple(exec *x, node_call *call)
+{
+    if (koila__lines_enabled && x->tape)
+        work_for_line(x, call->n);
+    x->n_run++;
+    x->draws_from = NULL;
+    x->used_by_node = NULL;
+    if (koila__call(call->info.sig, call->inputs, NULL, NULL, call->outputs) < 0)
+        return -1;
+    const int status = settle_results(call);
+    hand_over(x, call, status == 0);
+    return status;
+}
+
+/* Runs any call. */
+static int run_any(exec *x, node_call *call)
+{
+    const bool in_loop = call->in_loop;
+    call->n_made = 0;
+    call->own.n = 0;
+    call->own_fix = (koila__call_fix){ 0 };
+    call->links = NULL;
+    call->link_fix = NULL;
+    if (in_loop && koila_plan_absence(x->plan, call->n) == KOILA_ABSENT_SUM && sum_of_one(x, call))
+        return 0;
+    x->n_run += !(koila_op_facts(x->table, call->s->op) & KOILA_FACT_OFFLOADS);
+    const int drawn = koila__exec_prepare_random(x, call->n, in_loop);
+    if (drawn)
+        return drawn < 0 ? -1 : 0;
+    int status = call_init(call);
+    if (status == 0)
+        status = find_inputs(x, call);
+    if (status == 0)
+        status = prepare_writes(x, call);
+    if (status == 0 && in_loop)
+        status = adapt_to_slice(x, call);
+    if (status == 0)
+        status = make_outputs(x, call);
+    if (status == 0) {
+        if (in_loop)
+            status = scale_outputs(x, call);
+        hand_over(x, call, status == 0);
+    }
+    call_deinit(call);
+    return status;
+}
+
 int koila__exec_node(exec *x, const koila_instr *in, bool in_loop)
 {
     node_call call;
-    memset(&call, 0, offsetof(node_call, own));
-    call.own.n = 0;
-    call.own_fix = (koila__call_fix){ 0 };
-    call.links = NULL;
-    call.link_fix = NULL;
     call.n = in->id;
     call.in_loop = in_loop;
     call.steal = in->steal;
     call.info = koila_node_get(x->g, in->id);
     call.s = koila_sig_get(x->table, call.info.sig);
-    if (in_loop && koila_plan_absence(x->plan, call.n) == KOILA_ABSENT_SUM && sum_of_one(x, &call))
-        return 0;
-    x->n_run += !(koila_op_facts(x->table, call.s->op) & KOILA_FACT_OFFLOADS);
-    const int drawn = koila__exec_prepare_random(x, call.n, in_loop);
-    if (drawn)
-        return drawn < 0 ? -1 : 0;
-    int status = call_init(&call);
-    if (status == 0)
-        status = find_inputs(x, &call);
-    if (status == 0)
-        status = prepare_writes(x, &call);
-    if (status == 0 && in_loop)
-        status = adapt_to_slice(x, &call);
-    if (status == 0)
-        status = make_outputs(x, &call);
-    if (status == 0) {
-        if (in_loop)
-            status = scale_outputs(x, &call);
-        hand_over(x, &call, status == 0);
-    }
-    call_deinit(&call);
-    return status;
+    call.inputs = call.few_inputs;
+    call.outputs = call.few_outputs;
+    return !in_loop && is_simple(x, in, call.s, call.inputs) ? run_simple(x, &call)
+                                                             : run_any(x, &call);
 }
