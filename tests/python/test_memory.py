@@ -501,3 +501,42 @@ def test_steps_that_recompute_are_predicted_after_larger_slices_were_seen(fracti
             error = off(model, batch, ce)
     assert error <= 0.02 and koila.last_plan().retries == 0
     assert fraction > 0.25 or koila.last_plan().replay_ratio > 2
+
+
+def grown(ample):
+    """In which step, after one in which a module used 8 MiB more than before, the plan foretells
+    that; where the step needs little of the memory that there is, or much."""
+    n_inside = 1 << 10
+
+    def inside(x):
+        torch.empty(n_inside, dtype=torch.uint8).zero_()
+        return x * 2
+
+    module, x = koila.opaque(inside), torch.randn(8, 4)
+
+    def foretells():
+        koila.run(module(lazy(x)))
+        plan = koila.last_plan()
+        assert plan.n_micro_batches == 1
+        return abs(plan.predicted_peak_bytes - plan.measured_peak_bytes) < 1 << 16
+
+    budget = None if ample else _core.cpu_bytes_current() + (16 << 20)
+    with koila.budget(budget):
+        if not ample:  # so that it needs more than one part in ten
+            n_inside = 4 << 20
+        for _ in range(41):
+            foretells()
+        n_inside += 8 << 20
+        assert not foretells()
+        for step in range(1, 40):
+            if foretells():
+                return step
+    return None
+
+
+def test_what_calls_use_inside_is_measured_once_in_a_while_where_the_step_needs_little():
+    assert 1 < grown(True) <= 17
+
+
+def test_what_calls_use_inside_is_always_measured_where_the_step_needs_much():
+    assert grown(False) == 1

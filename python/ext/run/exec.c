@@ -649,7 +649,7 @@ int koila__exec_plan(koila__tape *t, const koila__part *p, const cached *c, PyOb
                .table = koila__table,
                .progress = &progress,
                .node_from = p->node_from,
-               .measure = koila__cpu_bytes_ok() && c->gpu < 0,
+               .measure = koila__cpu_bytes_ok() && c->gpu < 0 && !c->rests,
                .ranks = ranks,
                .uses_bodies = uses_bodies,
                .base_bytes = koila__cpu_bytes_current() };

@@ -20,7 +20,12 @@
 #include "ground/clock.h"
 #include "ground/shield.h"
 
-enum { MAX_RETRIES = 64, N_LARGEST_TOLD = 3 };
+enum {
+    MAX_RETRIES = 64,
+    N_LARGEST_TOLD = 3,
+    CALM_AFTER = 16, /* runs that taught nothing: no longer are the calls of each measured */
+    MEASURED_OF = 16 /* but one in so many */
+};
 
 typedef enum next {
     GO_ON,   /* with the next stage of this try */
@@ -506,12 +511,20 @@ static next executed(request *q)
     return MADE;
 }
 
+/* May what calls use inside stay unmeasured in this run? Where it was the same for long, and the
+ * step needs so little that no plan depends on it. */
+static bool may_rest(const request *q, bool is_ample)
+{
+    return is_ample && q->c->n_calm >= CALM_AFTER && q->c->n_calm % MEASURED_OF;
+}
+
 /* The plan runs. Resident memory is guarded, where that is limited and the step needs much. */
 static int exec_guarded(request *q, uint64_t base, bool uses_bodies, koila__exec_report *told)
 {
     const bool is_ample = koila__room_is_ample(&q->room, &q->c->info);
     const bool is_limited = q->room.resident.limit != UINT64_MAX && !is_ample;
     const bool inside = is_limited && koila__resident_begin(&q->room.resident, base);
+    q->c->rests = may_rest(q, is_ample);
     const int status =
         koila__exec_plan(q->tape, &q->part, q->c, q->ranks == Py_None ? NULL : q->ranks,
                          uses_bodies, q->n + q->keeping.n, q->results, told);
@@ -539,6 +552,8 @@ static next retry_without_bodies(request *q)
 static void learn(request *q, const koila__exec_report *told, bool went_well, double took)
 {
     const bool is_settled = went_well && koila__bodies_ran(q->c, q->ranks != Py_None);
+    const bool is_calm = went_well && q->c->generation == koila__learned_generation();
+    q->c->n_calm = is_calm ? q->c->n_calm + 1 : 0;
     if (told->retries || (!went_well && koila__is_out_of_memory())) {
         koila__gpu_ran_out(q->c);
         koila__turn_refuse(&q->turn);

@@ -250,6 +250,8 @@ typedef struct cached {
     uint64_t below_peak;
     koila__bodies *bodies; /* owned; NULL: nobody asked to compile its loops */
     bool compiles;         /* the step that runs asks to, whatever the setting */
+    bool rests;            /* the run: what its calls use inside is not measured (request.c) */
+    uint32_t n_calm;       /* runs in a row that taught nothing */
     koila_value *targets;  /* owned [n_targets] of `part`; NULL: of a prediction */
     uint32_t n_targets;
     /* predicted for all rows at once, in recorded order, beyond what is held before; 0: not looked
