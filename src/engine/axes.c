@@ -117,9 +117,20 @@ static int64_t longest_of(const kinds *k)
     return longest;
 }
 
+/* Are these the entries of a batched leaf without one, the tokens without the last? */
+static bool lacks_one(const kinds *k, int64_t size)
+{
+    for (uint32_t i = 0; i < k->n; i++)
+        if (k->at[i].n_leaves && k->at[i].size == size + 1)
+            return true;
+    return false;
+}
+
 /* That of most bytes, more than half of `all`, which no batched leaf has, and not the width of a
- * layer: at most one other leaf (a table of positions). NULL: there is none. */
-static const koila__axis *within_step(const koila_graph *g, const kinds *k, double all)
+ * layer: at most one other leaf has it (a table of positions). Or, of more leaves (tables of tokens
+ * by tokens), only one that lacks_one(). NULL: there is none. */
+static const koila__axis *within_step(const koila_graph *g, const kinds *k, double all,
+                                      bool of_tables)
 {
     const koila__axis *best = NULL;
     for (uint32_t i = 0; i < k->n; i++) {
@@ -127,7 +138,8 @@ static const koila__axis *within_step(const koila_graph *g, const kinds *k, doub
         bool is_rows = false;
         for (uint32_t x = 0; x < g->axes.n; x++)
             is_rows |= a->size == g->axes.at[x];
-        if (!a->n_leaves && !is_rows && a->n_real <= 1 && a->bytes > all / 2 &&
+        const bool is_kind = of_tables ? a->n_real > 1 && lacks_one(k, a->size) : a->n_real <= 1;
+        if (!a->n_leaves && !is_rows && is_kind && a->bytes > all / 2 &&
             (!best || a->bytes > best->bytes))
             best = a;
     }
@@ -306,7 +318,7 @@ koila_status koila__axes_find(const koila_graph *g, const koila_allocator *mem,
 {
     koila__along flags = { .graph = *g };
     kinds k = { .n = 0 };
-    const koila__axis *last = NULL;
+    const koila__axis *last[2] = { NULL, NULL };
     *n = 0;
     memset(&flags.graph.values, 0, sizeof flags.graph.values);
     memset(&flags.graph.axes, 0, sizeof flags.graph.axes);
@@ -314,17 +326,19 @@ koila_status koila__axes_find(const koila_graph *g, const koila_allocator *mem,
     if (ok) {
         count_leaves(g, &k);
         const double all = count_values(g, flags.of_batch, &k);
-        last = within_step(g, &k, all);
+        last[0] = within_step(g, &k, all, true);
+        last[1] = within_step(g, &k, all, false);
     }
     const int64_t longest = longest_of(&k);
-    const uint32_t most = KOILA__MOST_AXES - (last != NULL);
+    const uint32_t most = KOILA__MOST_AXES - (last[0] || last[1]);
     koila__axis *a = take_likeliest(&k, longest);
     for (; a && *n < most; a = take_likeliest(&k, longest)) {
         out[(*n)++] = *a;
         a->n_leaves = 0;
     }
-    if (last)
-        out[(*n)++] = *last;
+    for (int i = 0; i < 2; i++)
+        if (last[i] && *n < KOILA__MOST_AXES)
+            out[(*n)++] = *last[i];
     koila__along_deinit(&flags, mem);
     if (!ok)
         return KOILA_NO_MEMORY;

@@ -443,6 +443,57 @@ def test_tokens_without_the_last_are_an_axis_too():
         torch.testing.assert_close(model_state(model)[k], e, rtol=1e-11, atol=1e-13)
 
 
+class Relative(torch.nn.Module):
+    """Attention by hand, with a table of tokens by tokens in each layer."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.embed = torch.nn.Embedding(61, 16)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 48) for _ in range(2))
+        self.head = torch.nn.Linear(16, 61)
+        self.table = table
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            q, k, v = layer(x).unflatten(2, (2, 24)).transpose(1, 2).chunk(3, 3)
+            scores = q @ k.transpose(2, 3) + self.table(ids.shape[1])
+            x = x + (scores.softmax(3) @ v).transpose(1, 2).flatten(2)
+        return self.head(x)
+
+
+def distances(n):
+    i = torch.arange(n)
+    return -(i[:, None] - i[None]).abs() * torch.tensor([0.5, 0.1]).double()[:, None, None]
+
+
+def given(n):
+    return torch.linspace(0, 1, n * n).double().view(n, n)
+
+
+@counted
+@pytest.mark.parametrize("table", [distances, given])
+def test_tokens_without_the_last_are_cut_with_their_tables_too(table):
+    """`ids[:, :-1]`: the tables, plain or made from torch.arange(), have one entry less than the
+    batch."""
+    torch.manual_seed(5)
+    model = Relative(table).double()
+    ids = torch.randint(0, 61, (1, T + 1))
+
+    def loss(m, x):
+        return F.cross_entropy(m(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+
+    loss(model, ids).backward()
+    expected = model_state(model)
+    clear(model)
+    room, gradients = needs(model, (ids,), loss)
+    with only(gradients + room * 45 // 100):
+        koila_step(model, loss, (ids,))
+    assert koila.last_plan().axis is not None and koila.last_plan().axis.size == T
+    for k, e in expected.items():
+        torch.testing.assert_close(model_state(model)[k], e, rtol=1e-11, atol=1e-13)
+
+
 @counted
 def test_the_longest_dimension_that_values_share_is_cut():
     """Of height and width of a square image the first; what another value lacks is whole."""

@@ -100,7 +100,7 @@ def test_numbers_of_a_sample_s_tokens_are_used_like_plain_ones(use, samples, cut
     [
         ((T, T, C), lambda: torch.arange(T)),  # perhaps the numbers of the rows
         ((T, C), lambda: torch.arange(T)),
-        ((1, T, C), lambda: torch.arange(T - 1)),
+        ((1, T, C), lambda: torch.arange(T - 2)),
         ((1, T, C), lambda: torch.arange(C)),  # a table of so few is small
         ((1, T, C), lambda: torch.arange(T, dtype=torch.float32)),
         ((1, T, C), lambda: torch.arange(0, 2 * T, 2)),
@@ -194,3 +194,9 @@ def test_a_learned_table_of_positions_is_never_whole(samples, axes):
     assert plan.measured_peak_bytes - plan.base_bytes < T * T * 2 * 8
     for n, p in model.named_parameters():
         torch.testing.assert_close(p.grad, expected[n], rtol=1e-12, atol=1e-12)
+
+
+def test_the_numbers_of_all_tokens_but_one_are_lazy_too():
+    x = lazy(torch.randn(1, T, C))
+    assert _core.is_lazy(torch.arange(T - 1)) and not _core.is_lazy(torch.arange(2 * T))
+    assert torch.equal(plain(torch.arange(T - 1)), plain(torch.arange(T))[:-1]) and len(x) == 1

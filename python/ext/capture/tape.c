@@ -283,9 +283,11 @@ bool koila__tape_has_batch(const koila__tape *t, const int64_t *size, uint32_t n
 bool koila__tape_has_length(const koila__tape *t, const int64_t *size, uint32_t n_dims)
 {
     for (uint32_t i = 0; i < t->n_lengths; i++)
-        for (uint32_t d = 0; d < n_dims; d++)
-            if (size[d] == t->lengths[i] && !koila__tape_has_batch(t, &size[d], 1))
+        for (uint32_t d = 0; d < n_dims; d++) {
+            const bool is_length = size[d] == t->lengths[i] || size[d] == t->lengths[i] - 1;
+            if (is_length && !koila__tape_has_batch(t, &size[d], 1))
                 return true;
+        }
     return false;
 }
 
