@@ -588,7 +588,7 @@ def _starts(n, layers):
     return {
         "none": (start, lambda: None),
         "plain": (start, lambda: torch.linspace(-1, 1, B * n * (layers or 1)).view(size)),
-        "learnt": (start, lambda: start.expand(size)),
+        "learnt": (start, lambda: start.expand(size).contiguous()),
     }
 
 
