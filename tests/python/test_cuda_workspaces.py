@@ -135,7 +135,8 @@ def gpt2(tokens):
 
 def test_a_step_that_was_cut_along_tokens_is_cut_alike_when_it_is_known():
     """Each slice of a causal attention reads more keys than the one before, so slices of some
-    tokens less use more. Later steps had no plan for that, or many more slices."""
+    tokens less use more. Later steps had no plan for that, or many more slices. More they may
+    have, where less is computed again."""
     for tokens, share in (512, 0.3), (512, 0.25), (1024, 0.25):
         koila._core.forget()
         check_later_steps(tokens, share)
@@ -157,9 +158,11 @@ def check_later_steps(tokens, share):
 
     train(lambda *v: v)
     expected, plain = train(lambda *v: v)
-    n_slices = []
+    n_slices, work = [], []
     for _ in range(4):
         found, _ = train(lazy, int(share * plain))
         n_slices.append(koila.last_plan().axis.n_slices)
+        work.append(koila.last_plan().replay_ratio)
         assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(found, expected))
-    assert max(n_slices) <= 1.5 * n_slices[0], (tokens, share, n_slices)
+    for n, replayed in zip(n_slices, work):
+        assert n <= 1.5 * n_slices[0] or replayed < 0.8 * work[0], (tokens, share, n_slices, work)
