@@ -280,16 +280,25 @@ def torch_version():
 WHOLE_BATCH_NORM = 1e-12 if REAL_GPU else 0
 
 
+# Torch's thread of a GPU lets go of the last backward after that has returned, and needs the GIL
+# for it: where the interpreter ends meanwhile, the process aborts, in eager too.
+AT_REST = """
+import sys, time
+if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+    time.sleep(0.2)
+"""
+
+
 def run_python(code, timeout=300, check=True, env=None, args=()):
     """Run `code` in a fresh interpreter; its output. One thread, so that memory and bits are the
-    same each time."""
+    same each time. The interpreter ends when a GPU's thread is at rest."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     here = os.path.dirname(os.path.abspath(__file__))
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, [here, environment.get("PYTHONPATH", "")])
     )
     p = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
+        [sys.executable, "-c", textwrap.dedent(code) + AT_REST, *map(str, args)],
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -3,23 +3,14 @@ for."""
 
 import contextlib
 import gc
-import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
+from helpers import run_python
 
 import koila
 from koila import _core, lazy
-
-
-def run_fresh(code):
-    p = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=200
-    )
-    assert p.returncode == 0, p.stderr[-3000:]
-    return p.stdout
 
 
 STEP = """
@@ -61,7 +52,7 @@ def alive():
 
 
 def test_steps_keep_neither_tapes_nor_memory():
-    run_fresh(
+    run_python(
         STEP
         + """
 for _ in range(200):
@@ -78,7 +69,7 @@ assert rss() - before < 3000, rss() - before
 
 
 def test_a_kept_loss_keeps_a_few_kilobytes_and_not_its_batch():
-    run_fresh(
+    run_python(
         STEP
         + """
 for _ in range(200):
@@ -94,7 +85,7 @@ assert len({float(k) for k in kept}) > 400
 
 
 def test_an_evaluation_loop_is_not_recorded_to_its_end():
-    run_fresh(
+    run_python(
         STEP
         + """
 model.eval()
@@ -114,7 +105,7 @@ assert int(right) == int(expected)
 
 
 def test_a_program_that_only_records_leaks_nothing():
-    run_fresh(
+    run_python(
         STEP
         + """
 def record():
@@ -304,7 +295,7 @@ def test_a_forward_left_behind_does_not_stand_in_the_way(held):
 def test_the_collector_may_come_while_held_values_are_looked_for():
     """Dead cycles that hold views whose value must be recorded again: collected in the middle of
     that, they took the list that was being walked along."""
-    run_fresh(
+    run_python(
         """
         import gc, torch
         from koila import lazy
