@@ -305,6 +305,13 @@ KOILA_API koila_table *koila_graph_table(const koila_graph *g);
 KOILA_API koila_status koila_graph_axis(koila_graph *g, int64_t size, uint16_t *out);
 KOILA_API uint32_t koila_graph_n_axes(const koila_graph *g);
 KOILA_API int64_t koila_graph_axis_size(const koila_graph *g, uint16_t axis);
+/** Is a dimension of `size` entries the axis of `length` entries but for a few: tokens without the
+ * last, behind a first one or a prompt? Few are one, or one in 16. */
+static inline bool koila_is_near_length(int64_t size, int64_t length)
+{
+    const int64_t few = length < 16 ? 1 : length / 16;
+    return size >= length - few && size <= length + few;
+}
 /** A leaf. BATCH: size[dim] must be the axis' size, or a multiple: each row has as many entries.
  * `name` may be NULL (for people: "input 0",
  * "layer.weight"). */

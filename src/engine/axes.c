@@ -117,18 +117,17 @@ static int64_t longest_of(const kinds *k)
     return longest;
 }
 
-/* Are these the entries of a batched leaf without one, the tokens without the last? */
-static bool lacks_one(const kinds *k, int64_t size)
+static bool is_near_leaf(const kinds *k, int64_t size)
 {
     for (uint32_t i = 0; i < k->n; i++)
-        if (k->at[i].n_leaves && k->at[i].size == size + 1)
+        if (k->at[i].n_leaves && koila_is_near_length(size, k->at[i].size))
             return true;
     return false;
 }
 
 /* That of most bytes, more than half of `all`, which no batched leaf has, and not the width of a
  * layer: at most one other leaf has it (a table of positions). Or, of more leaves (tables of tokens
- * by tokens), only one that lacks_one(). NULL: there is none. */
+ * by tokens), only one that is_near_leaf(). NULL: there is none. */
 static const koila__axis *within_step(const koila_graph *g, const kinds *k, double all,
                                       bool of_tables)
 {
@@ -138,7 +137,7 @@ static const koila__axis *within_step(const koila_graph *g, const kinds *k, doub
         bool is_rows = false;
         for (uint32_t x = 0; x < g->axes.n; x++)
             is_rows |= a->size == g->axes.at[x];
-        const bool is_kind = of_tables ? a->n_real > 1 && lacks_one(k, a->size) : a->n_real <= 1;
+        const bool is_kind = of_tables ? a->n_real > 1 && is_near_leaf(k, a->size) : a->n_real <= 1;
         if (!a->n_leaves && !is_rows && is_kind && a->bytes > all / 2 &&
             (!best || a->bytes > best->bytes))
             best = a;

@@ -15,7 +15,8 @@
  * along its own, and attention from one to the other along its queries.
  * Of two dimensions of one size (a square image) the second is never cut: it would be the same
  * once more. An axis that no leaf has begins within the step: the patches of an image, the tokens
- * but the last. There whole values of that size are sliced, which is always exact.
+ * but the last or with a first one. There whole values of that size are sliced, which is always
+ * exact.
  */
 #ifndef KOILA_SRC_AXES_H
 #define KOILA_SRC_AXES_H

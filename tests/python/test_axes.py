@@ -429,15 +429,12 @@ def test_tokens_without_the_last_are_an_axis_too():
     torch.manual_seed(5)
     model, (ids,) = make(), data(1)
 
-    def shifted(m, x):
-        return F.cross_entropy(m(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
-
-    shifted(model, ids).backward()
+    without_last(model, ids).backward()
     expected = model_state(model)
     clear(model)
-    room, gradients = needs(model, (ids,), shifted)
+    room, gradients = needs(model, (ids,), without_last)
     with only(gradients + room // 3):
-        koila_step(model, shifted, (ids,))
+        koila_step(model, without_last, (ids,))
     assert koila.last_plan().axis[:2] == (1, T - 1)
     for k, e in expected.items():
         torch.testing.assert_close(model_state(model)[k], e, rtol=1e-11, atol=1e-13)
@@ -471,25 +468,38 @@ def given(n):
     return torch.linspace(0, 1, n * n).double().view(n, n)
 
 
+def without_last(model, ids):
+    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def behind_first(model, ids):
+    first = torch.full((1, 1), 3)
+    return F.cross_entropy(model(torch.cat([first, ids], 1))[:, :-1].flatten(0, 1), ids.flatten())
+
+
+def behind_prompt(model, ids):
+    prompt = torch.arange(T // 16)[None]
+    logits = model(torch.cat([prompt, ids], 1))[:, T // 16 :]
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
 @counted
 @pytest.mark.parametrize("table", [distances, given])
-def test_tokens_without_the_last_are_cut_with_their_tables_too(table):
-    """`ids[:, :-1]`: the tables, plain or made from torch.arange(), have one entry less than the
-    batch."""
+@pytest.mark.parametrize(
+    "loss, n_more", [(without_last, -1), (behind_first, 1), (behind_prompt, T // 16)]
+)
+def test_tokens_with_a_few_more_or_less_are_cut_with_their_tables_too(loss, n_more, table):
+    """The tables, plain or made from torch.arange(), have as many entries as the layers see."""
     torch.manual_seed(5)
     model = Relative(table).double()
-    ids = torch.randint(0, 61, (1, T + 1))
-
-    def loss(m, x):
-        return F.cross_entropy(m(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
-
+    ids = torch.randint(0, 61, (1, T))
     loss(model, ids).backward()
     expected = model_state(model)
     clear(model)
     room, gradients = needs(model, (ids,), loss)
     with only(gradients + room * 45 // 100):
         koila_step(model, loss, (ids,))
-    assert koila.last_plan().axis is not None and koila.last_plan().axis.size == T
+    assert koila.last_plan().axis is not None and koila.last_plan().axis.size == T + n_more
     for k, e in expected.items():
         torch.testing.assert_close(model_state(model)[k], e, rtol=1e-11, atol=1e-13)
 

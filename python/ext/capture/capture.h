@@ -137,8 +137,7 @@ koila_value koila__tape_leaf_new(koila__tape *t, PyObject *real, koila_meta meta
 int koila__tape_axis(koila__tape *t, uint64_t id, int64_t size, uint16_t *out);
 /* Is one of the sizes that of a batch axis? */
 bool koila__tape_has_batch(const koila__tape *t, const int64_t *size, uint32_t n_dims);
-/* Is one of the sizes that of a long dimension of a batch, or one less (the tokens without
- * the last), and of no batch axis? */
+/* Is one of the sizes near that of a long dimension of a batch, and of no batch axis? */
 bool koila__tape_has_length(const koila__tape *t, const int64_t *size, uint32_t n_dims);
 int koila__tape_effect(koila__tape *t, PyObject *real, koila_value v);
 /* before effects of an abandoned step; warns; -1 with an exception */

@@ -11,8 +11,8 @@
  * make(). When in doubt the result is the plain tensor.
  *
  * A table of tokens by tokens (a mask, relative positions) is made from arange(n). If that were
- * plain, the table would be whole where the tokens of a sample are cut. So where n is the size of a
- * long dimension of the batch, other than its rows, or one less, arange is a factory too.
+ * plain, the table would be whole where the tokens of a sample are cut. So where n is near the size
+ * of a long dimension of the batch, other than its rows, arange is a factory too.
  *
  * Note [Why the function itself]. A TorchFunctionMode costs microseconds on every torch call, and
  * other modes see it. Another object at torch.zeros would be missing from every table of functions

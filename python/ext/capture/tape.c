@@ -284,7 +284,7 @@ bool koila__tape_has_length(const koila__tape *t, const int64_t *size, uint32_t 
 {
     for (uint32_t i = 0; i < t->n_lengths; i++)
         for (uint32_t d = 0; d < n_dims; d++) {
-            const bool is_length = size[d] == t->lengths[i] || size[d] == t->lengths[i] - 1;
+            const bool is_length = koila_is_near_length(size[d], t->lengths[i]);
             if (is_length && !koila__tape_has_batch(t, &size[d], 1))
                 return true;
         }
