@@ -3,6 +3,7 @@ StaleValueError."""
 
 import pickle
 import warnings
+from functools import partial
 
 import numpy as np
 import program_generator
@@ -124,7 +125,8 @@ def test_contents_that_are_gone_do_not_come_back(first, then):
     """A write, and then one that gives what was recorded memory of its own: too late."""
     w, x = torch.ones(4, 4), torch.ones(B, 4)
     h = lazy(x) @ w
-    (w.data if first == "data" else w)[...] = 2  # no method, see plain_writes.c
+    target = w.data if first == "data" else w
+    torch.neg(x[:4], out=target)  # no method, see plain_writes.c
     if then == "data set":
         w.data = torch.zeros(4, 4)
     elif then == "lazy data":
@@ -408,7 +410,17 @@ def test_random_programs_with_back_doors_and_loops_over_samples_in_threads(first
 
 # ---- plain writes of what a step has recorded
 
+
+def some_items(b):
+    b[0] = 5.0
+    b[1:] += 1
+    b[torch.tensor([False, False, True])] = torch.zeros(1)
+
+
 SEEN = {
+    "items": some_items,
+    "an item, unbound": lambda b: torch.Tensor.__setitem__(b, 0, 5.0),
+    "an item first": lambda b: (b.__setitem__(0, 5.0), b.add_(1)),
     "copy_": lambda b: b.copy_(torch.zeros(3)),
     "with a name": lambda b: b.mul_(other=2.0),
     "without arguments": lambda b: b.zero_(),
@@ -422,8 +434,7 @@ SEEN = {
     "some elements": lambda b: b.masked_fill_(torch.tensor([True, False, True]), 9.0),
 }
 SAID = {
-    "an item": lambda b: b.__setitem__(0, 5.0),
-    "an item first": lambda b: (b.__setitem__(0, 5.0), b.add_(1)),
+    "out= first": lambda b: (torch.add(b.clone(), 1, out=b), b.add_(1)),
     "out=": lambda b: torch.add(b.clone(), 1, out=b),
     "a list": lambda b: torch._foreach_mul_([b], 2.0),
     "other memory": lambda b: b.set_(torch.zeros(3)),
@@ -456,6 +467,26 @@ def test_a_plain_write_of_a_recorded_buffer_is_eager_s(name, slices):
     assert koila.last_plan().n_reads == 0, "something was computed at once"
     for e, g in zip(expected, got, strict=True):
         assert torch.allclose(e, g, rtol=1e-6), name
+
+
+class Marked(torch.Tensor):
+    """A class that is older than the first lazy()."""
+
+
+KINDS = {
+    "an older class": lambda b: b.as_subclass(Marked),
+    "a new class": lambda b: b.as_subclass(type("New", (torch.Tensor,), {})),
+    "a buffer": nn.Buffer,
+    "a frozen parameter": partial(nn.Parameter, requires_grad=False),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_item_of_a_tensor_of_any_class_is_written_plainly(kind):
+    b = KINDS[kind](torch.arange(3.0))
+    h = lazy(torch.ones(B, 3)) * b
+    b[0] = 5.0
+    assert torch.equal(plain(h), torch.arange(3.0).expand(B, 3)) and b.tolist() == [5, 1, 2]
 
 
 @pytest.mark.parametrize("name", SAID)

@@ -313,8 +313,8 @@ int koila__factories_hold(bool more);
 int koila__factories_add(PyObject *m);
 
 /* ---- plain_writes.c */
-/* methods: the dict of torch's class of tensors. Once in a process. */
-int koila__plain_writes_setup(PyObject *methods);
+/* class: torch's, of tensors. Once in a process. -1 with an exception. */
+int koila__plain_writes_setup(PyObject *class);
 
 /* ---- operators.c, arguments.c, source_line.c, node.c, capture_module.c */
 /* The number of results in the schema. source[j]: -1 for a fresh result, else the written

@@ -608,12 +608,12 @@ static const struct {
 };
 
 /* What is not there is left alone. */
-static void watch_methods(PyObject *torch)
+static void watch_writes(PyObject *torch)
 {
-    PyObject *methods = path_of(torch, "_C.TensorBase.__dict__", false);
-    if (!methods || koila__plain_writes_setup(methods) < 0)
+    PyObject *class = path_of(torch, "_C.TensorBase", false);
+    if (!class || koila__plain_writes_setup(class) < 0)
         PyErr_Clear();
-    Py_XDECREF(methods);
+    Py_XDECREF(class);
 }
 
 /* factories_setup(): once, at the first lazy(). A function that is not as expected is left
@@ -668,7 +668,7 @@ static PyObject *py_factories_setup(PyObject *module, PyObject *unused)
         }
         Py_XDECREF(f);
     }
-    watch_methods(torch);
+    watch_writes(torch);
 done:
     Py_XDECREF(torch);
     Py_XDECREF(koila);

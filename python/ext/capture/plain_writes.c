@@ -2,23 +2,27 @@
  *
  *   q = embedding(codes, self.codebook)          # recorded
  *   self.codebook.copy_(average / count)         # plain, at once: q would be stale
+ *   self.age[used] = 0                           # the same
  *
  * A write that has a lazy tensor among its arguments comes to koila, and what was recorded from the
  * written memory gets a copy of its own first (Note [Leaves]). A plain one does not. So the methods
  * of torch's tensors that write have another vectorcall entry, as torch.zeros has (Note [Why the
- * function itself] in factories.c), which makes that copy and then calls torch's.
+ * function itself] in factories.c), which makes that copy and then calls torch's. An assignment to
+ * an item is a slot of the class, which each subclass has copied: theirs are exchanged too, and
+ * classes to come copy ours.
  *
  * Only for tensors that the open step has recorded as they are, that require no gradient (weights
  * are large, and writing them between forward and backward is an error in eager too), and that are
- * no batch. A write that is not seen here, `buffer[i] = 1` or a function with lists, leaves the
- * version counter to tell: StaleValueError. So nothing is wrong where CPython or torch call such a
- * method in another way.
+ * no batch. A write that is not seen here, `out=` or a function with lists, leaves the version
+ * counter to tell: StaleValueError. So nothing is wrong where CPython or torch call such a method
+ * in another way.
  */
 #include "capture/capture.h"
 
 /* How torch declares methods; each way has one entry of CPython's. */
 enum { NO_ARGUMENTS, ONE_ARGUMENT, POSITIONAL, WITH_NAMES, N_WAYS };
 static vectorcallfunc theirs[N_WAYS];
+static objobjargproc their_assignment;
 
 /* Does the slot tell a tensor that lies in `storage`, wants no gradient and is as it was recorded?
  * Its tensor is borrowed, and gone where the leaf has got another. */
@@ -105,6 +109,12 @@ static PyObject *with_names(PyObject *f, PyObject *const *values, size_t n, PyOb
     return called(WITH_NAMES, f, values, n, names);
 }
 
+/* tensor[index] = value */
+static int assignment(PyObject *tensor, PyObject *index, PyObject *value)
+{
+    return keep_contents(tensor) ? their_assignment(tensor, index, value) : -1;
+}
+
 /* ---- start-up */
 
 /* Of a method's flags; -1: torch has none of that kind. */
@@ -147,7 +157,7 @@ static bool writes(const char *name)
     return n > 1 && name[0] != '_' && name[n - 1] == '_' && name[n - 2] != '_';
 }
 
-int koila__plain_writes_setup(PyObject *methods)
+static void watch_methods(PyObject *methods)
 {
     static const vectorcallfunc ours[N_WAYS] = { no_arguments, one_argument, positional,
                                                  with_names };
@@ -165,5 +175,45 @@ int koila__plain_writes_setup(PyObject *methods)
         d->vectorcall = ours[way];
     }
     Py_XDECREF(items);
-    return items ? 0 : -1;
+}
+
+/* Of the class and of those that inherit its slot. */
+static void watch_heirs(PyTypeObject *class)
+{
+    PyMappingMethods *slots = class->tp_as_mapping;
+    if (!slots || slots->mp_ass_subscript != their_assignment)
+        return;
+    slots->mp_ass_subscript = assignment;
+    PyObject *heirs = PyObject_CallMethod((PyObject *)class, "__subclasses__", NULL);
+    for (Py_ssize_t i = 0; heirs && i < PyList_GET_SIZE(heirs); i++)
+        watch_heirs((PyTypeObject *)PyList_GET_ITEM(heirs, i));
+    Py_XDECREF(heirs);
+}
+
+/* The slots, and the method `__setitem__`, which holds what the slot of its class was. */
+static void watch_assignments(PyTypeObject *class, PyObject *methods)
+{
+    PyMappingMethods *slots = class->tp_as_mapping;
+    if (their_assignment || !slots || !slots->mp_ass_subscript)
+        return;
+    their_assignment = slots->mp_ass_subscript;
+    watch_heirs(class);
+    PyObject *m = PyMapping_GetItemString(methods, "__setitem__");
+    if (m && Py_IS_TYPE(m, &PyWrapperDescr_Type)) {
+        PyWrapperDescrObject *d = (PyWrapperDescrObject *)m;
+        if (d->d_wrapped == (void *)their_assignment)
+            d->d_wrapped = (void *)assignment;
+    }
+    Py_XDECREF(m);
+}
+
+int koila__plain_writes_setup(PyObject *class)
+{
+    PyObject *methods = PyObject_GetAttrString(class, "__dict__");
+    if (methods) {
+        watch_methods(methods);
+        watch_assignments((PyTypeObject *)class, methods);
+    }
+    Py_XDECREF(methods);
+    return PyErr_Occurred() ? -1 : 0;
 }
