@@ -62,7 +62,7 @@ format: $(VENV)/requirements
 	$(VENV)/bin/ruff format .
 
 unit: $(VENV)/requirements
-	test -d build || PATH="$(CURDIR)/$(VENV)/bin:$$PATH" meson setup build -Dpython=true -Ddebug_level=2 -Db_ndebug=false
+	test -d build || PATH="$(CURDIR)/$(VENV)/bin:$$PATH" meson setup build -Dpython=true -Ddebug_level=3 -Db_ndebug=false
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" meson compile -C build -j $(JOBS)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" meson test -C build --num-processes $(JOBS) --print-errorlogs
 

@@ -185,16 +185,17 @@ KOILA_API void koila_cache_free(koila_cache *c);
  * Expected: KOILA_OOM; the state is then the one torch leaves. KOILA_NO_MEMORY. */
 KOILA_API koila_status koila_cache_malloc(koila_cache *c, uint64_t bytes, uint64_t stream,
                                           koila_pool pool, uint64_t *addr);
-/** Address 0 is fine. Expected: KOILA_BAD_ARGUMENT (not handed out). */
+/** Address 0 is fine. Expected: KOILA_BAD_ARGUMENT (not handed out); behind a mark
+ * KOILA_NO_MEMORY. */
 KOILA_API koila_status koila_cache_release(koila_cache *c, uint64_t addr);
 /** Tensor.record_stream: the block's next release waits for `stream`.
  * Expected: KOILA_BAD_ARGUMENT, KOILA_NO_MEMORY. */
 KOILA_API koila_status koila_cache_record_stream(koila_cache *c, uint64_t addr, uint64_t stream);
 /** Completes the free of one released block that waits for another stream.
- * Expected: KOILA_BAD_ARGUMENT (not waiting). */
+ * Expected: KOILA_BAD_ARGUMENT (not waiting); behind a mark KOILA_NO_MEMORY. */
 KOILA_API koila_status koila_cache_complete(koila_cache *c, uint64_t addr);
-/** Completes the free of every waiting block. */
-KOILA_API void koila_cache_sync(koila_cache *c);
+/** Completes the free of every waiting block. Expected: behind a mark KOILA_NO_MEMORY. */
+KOILA_API koila_status koila_cache_sync(koila_cache *c);
 /** torch.cuda.empty_cache(). Expected: KOILA_NO_MEMORY. */
 KOILA_API koila_status koila_cache_empty(koila_cache *c);
 /** In bytes, 0 = none; as in koila_cache_config. Holds for later calls. */

@@ -589,11 +589,15 @@ static void release_dead_pool(koila_cache *c, const pool *p)
     release_pool(c, p, false);
 }
 
-void koila__cache_free_pool(koila_cache *c, koila_pool id)
+koila_status koila__cache_free_pool(koila_cache *c, koila_pool id)
 {
     const pool *p = pool_find(c, id);
-    if (p && p->n_segments && !p->n_holders && koila__cache_reserve(c))
-        release_dead_pool(c, pool_find(c, id));
+    if (!p || !p->n_segments || p->n_holders)
+        return KOILA_OK;
+    if (!koila__cache_reserve(c))
+        return KOILA_NO_MEMORY;
+    release_dead_pool(c, pool_find(c, id));
+    return KOILA_OK;
 }
 
 static void release_all(koila_cache *c)
@@ -640,12 +644,11 @@ static bool release_available(koila_cache *c, uint32_t lane_i, uint64_t r)
 }
 
 /* Release the older half of the unsplit large blocks, and again, until `target` bytes are back. */
-static size_t collect(koila_cache *c, uint64_t target, size_t n_rounds)
+static void collect(koila_cache *c, uint64_t target, size_t n_rounds)
 {
     const pool *p = &c->pools[0];
     const uint32_t now = p->n_searches[0];
     uint64_t age = 0, n = 0, won = 0;
-    size_t n_released = 0;
     for (uint32_t i = 0; i < p->n_lanes[0]; i++) {
         const lane *l = c->lanes[p->lanes[0][i]];
         for (uint32_t b = lane_at_least(c, l, 0); b; b = lane_next(c, l, b))
@@ -668,12 +671,10 @@ static size_t collect(koila_cache *c, uint64_t target, size_t n_rounds)
                 won += c->blocks[b].size;
                 age -= its_age;
                 n--;
-                n_released++;
                 release_block(c, b);
             }
         }
     }
-    return n_released;
 }
 
 static void collect_if_needed(koila_cache *c)
@@ -683,9 +684,12 @@ static void collect_if_needed(koila_cache *c)
         collect(c, reserved(c) - limit, SIZE_MAX);
 }
 
-size_t koila__cache_collect(koila_cache *c, size_t n_rounds)
+koila_status koila__cache_collect(koila_cache *c, size_t n_rounds)
 {
-    return koila__cache_reserve(c) ? collect(c, KOILA_NO_LIMIT, n_rounds) : 0;
+    if (!koila__cache_reserve(c))
+        return KOILA_NO_MEMORY;
+    collect(c, KOILA_NO_LIMIT, n_rounds);
+    return KOILA_OK;
 }
 
 /* ---- malloc */
@@ -1069,12 +1073,13 @@ koila_status koila_cache_complete(koila_cache *c, uint64_t addr)
     return KOILA_OK;
 }
 
-void koila_cache_sync(koila_cache *c)
+koila_status koila_cache_sync(koila_cache *c)
 {
     if (c->n_marks && !koila__cache_reserve(c))
-        return;
+        return KOILA_NO_MEMORY;
     complete_pending(c);
     koila_check(koila__cache_check(c));
+    return KOILA_OK;
 }
 
 koila_status koila_cache_empty(koila_cache *c)

@@ -28,11 +28,11 @@ void koila__cache_set_driver(koila_cache *c, const koila__cache_driver *driver);
  * state is then as it was. */
 koila_status koila__cache_malloc_at(koila_cache *c, uint64_t bytes, uint64_t stream,
                                     koila_pool pool, uint64_t expected);
-/* What a MemPool's death does: complete what waits in the pool, release its free memory. */
-void koila__cache_free_pool(koila_cache *c, koila_pool id);
-/* Garbage collection with an unknown cap: `n_rounds` rounds. Returns the number of blocks released.
- */
-size_t koila__cache_collect(koila_cache *c, size_t n_rounds);
+/* What a MemPool's death does: complete what waits in the pool, release its free memory. Expected:
+ * KOILA_NO_MEMORY. */
+koila_status koila__cache_free_pool(koila_cache *c, koila_pool id);
+/* Garbage collection with an unknown cap: `n_rounds` rounds. Expected: KOILA_NO_MEMORY. */
+koila_status koila__cache_collect(koila_cache *c, size_t n_rounds);
 /* keeps the state; same large segment size */
 void koila__cache_set_settings(koila_cache *c, const koila_cache_config *conf);
 

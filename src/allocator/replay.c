@@ -337,6 +337,22 @@ static bool give(void *user, koila_event_kind kind, uint64_t size, uint64_t stre
     return false;
 }
 
+/* Notes that the host is out of memory: then nothing that follows tells anything. */
+static bool was_done(replay *r, koila_status status)
+{
+    r->no_memory |= status == KOILA_NO_MEMORY;
+    return status == KOILA_OK;
+}
+
+/* Frees a block as of `x`, which a stream still uses where it is not `at_once`. */
+static bool was_freed(replay *r, const snap_entry *x, bool at_once)
+{
+    /* that the block is not allocated, its release tells */
+    if (!at_once)
+        was_done(r, koila_cache_record_stream(r->c, x->addr, ~x->stream));
+    return !r->no_memory && was_done(r, koila_cache_release(r->c, x->addr));
+}
+
 /* Release-all waits for other streams: what completed there is recorded, in its order. */
 static void before_sync(void *user)
 {
@@ -344,7 +360,7 @@ static void before_sync(void *user)
     if (r->differs)
         return;
     while (r->at < r->n && entry(r, r->at)->kind == KOILA_EVENT_FREE_COMPLETED) {
-        if (koila_cache_complete(r->c, entry(r, r->at)->addr) != KOILA_OK || r->differs)
+        if (!was_done(r, koila_cache_complete(r->c, entry(r, r->at)->addr)) || r->differs)
             return;
     }
 }
@@ -392,7 +408,7 @@ static void free_dead_pools(replay *r, uint64_t from, uint64_t to)
     for (uint64_t i = from; i < to && !r->differs; i++) {
         const koila_pool p = koila__replay_pool_at(r, i);
         if (is_release(entry(r, i)->kind) && !is_default(p) && i >= r->at)
-            koila__cache_free_pool(r->c, p);
+            was_done(r, koila__cache_free_pool(r->c, p));
     }
 }
 
@@ -405,8 +421,7 @@ static void ask(replay *r, uint64_t i)
     const koila_pool pool = koila__replay_pool_at(r, i);
     uint64_t addr;
     koila_cache_set_capturing(r->c, pool.owner != 0, !is_default(pool));
-    if (koila_cache_malloc(r->c, x->size, x->stream, pool, &addr) == KOILA_NO_MEMORY)
-        r->no_memory = true;
+    was_done(r, koila_cache_malloc(r->c, x->size, x->stream, pool, &addr));
     koila_cache_set_capturing(r->c, 0, 0);
 }
 
@@ -431,10 +446,10 @@ static bool follows(replay *r, uint64_t from, uint64_t last, bool request, unsig
     }
     if (how & POOLS_DIE)
         free_dead_pools(r, from, last);
-    if ((how & EMPTY_FIRST) && koila_cache_empty(r->c) != KOILA_OK)
-        r->no_memory = true;
+    if (how & EMPTY_FIRST)
+        was_done(r, koila_cache_empty(r->c));
     if ((how & COLLECT) && !r->differs)
-        koila__cache_collect(r->c, n_rounds);
+        was_done(r, koila__cache_collect(r->c, n_rounds));
     if (request && !r->differs) {
         const snap_entry *x = entry(r, last);
         uint64_t segment;
@@ -695,14 +710,9 @@ static bool free_entry(replay *r, uint64_t i)
         const snap_entry *next = i + 1 < r->n ? entry(r, i + 1) : NULL;
         const bool at_once =
             next && next->kind == KOILA_EVENT_FREE_COMPLETED && next->addr == x->addr;
-        if (!at_once)
-            koila_cache_record_stream(r->c, x->addr, ~x->stream);
-        koila_status status = koila_cache_release(r->c, x->addr);
-        if (status == KOILA_NO_MEMORY)
-            r->no_memory = true;
-        else if (status)
+        if (!was_freed(r, x, at_once) && !r->no_memory)
             stop_at_impossible(r, i, "frees", "is not allocated");
-    } else if (koila_cache_complete(r->c, x->addr) != KOILA_OK) {
+    } else if (!was_done(r, koila_cache_complete(r->c, x->addr)) && !r->no_memory) {
         stop_at_impossible(r, i, "completes the free of", "was not freed");
     }
     if (r->differs && !r->stopped)
@@ -725,14 +735,10 @@ static bool follows_split(replay *r, const completions *x, uint64_t n_before)
     r->at = x->i;
     r->differs = r->driver_failed = false;
     forget_released(r);
-    if (x->with_free) {
-        const snap_entry *freed = entry(r, x->i);
-        koila_cache_record_stream(r->c, freed->addr, ~freed->stream);
-        if (koila_cache_release(r->c, freed->addr) != KOILA_OK)
-            return false;
-    }
+    if (x->with_free && !was_freed(r, entry(r, x->i), false))
+        return false;
     for (uint64_t j = x->first; j < x->first + n_before; j++)
-        if (koila_cache_complete(r->c, entry(r, j)->addr) != KOILA_OK)
+        if (!was_done(r, koila_cache_complete(r->c, entry(r, j)->addr)))
             return false;
     if (r->differs)
         return false;

@@ -82,9 +82,11 @@ static koila_status free_at_entry(whatif *x, uint64_t i)
     const uint32_t n = koila__omap_find(&x->where, y->addr);
     if (!n)
         return KOILA_OK;
+    koila_status status = KOILA_OK;
     if (!next || next->kind != KOILA_EVENT_FREE_COMPLETED || next->addr != y->addr)
-        koila_cache_record_stream(x->sim, x->where.at[n].size, ~y->stream);
-    const koila_status status = koila_cache_release(x->sim, x->where.at[n].size);
+        status = koila_cache_record_stream(x->sim, x->where.at[n].size, ~y->stream);
+    if (status != KOILA_NO_MEMORY)
+        status = koila_cache_release(x->sim, x->where.at[n].size);
     return status == KOILA_BAD_ARGUMENT ? KOILA_OK : status;
 }
 
