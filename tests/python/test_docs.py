@@ -12,6 +12,7 @@ import sys
 import docstring_examples
 import pages
 import pytest
+from test_examples import need_packages
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))
@@ -209,6 +210,7 @@ TABLES = {
 @pytest.mark.parametrize("recipe", TABLES)
 def test_a_recipe_trains_under_a_third_of_the_memory_of_plain_pytorch(recipe, runner, tmp_path):
     name, *options = recipe.split()
+    need_packages(name)
     wrong = runner(ROOT / "examples" / name, tmp_path, *options, "--steps", "2")
     assert not wrong, wrong
     told = re.search(
@@ -235,6 +237,7 @@ def differing(told, measured):
 @pytest.mark.parametrize("recipe", TABLES)
 def test_the_table_of_a_recipe_is_what_it_prints(recipe, runner, tmp_path):
     name, *options = recipe.split()
+    need_packages(name)
     wrong = runner(ROOT / "examples" / name, tmp_path, *options, "--table", "--turns", "1")
     assert not wrong, wrong
     printed = (tmp_path / "printed.txt").read_text(encoding="utf-8")

@@ -19,6 +19,12 @@ NEEDS = {
 }
 
 
+def need_packages(name):
+    """Skips where a package that the example imports is not installed."""
+    for package in ["sklearn", *NEEDS.get(name, [])]:
+        pytest.importorskip(package)
+
+
 def programs():
     """The examples. Recipes are trained for a few steps by test_docs.py, and here to their end."""
     for path in sorted(EXAMPLES.glob("*.py")):
@@ -27,10 +33,9 @@ def programs():
             yield pytest.param(path.name, marks=pytest.mark.long if is_recipe else ())
 
 
-@pytest.mark.parametrize("name", programs())
+@pytest.mark.parametrize("name", list(programs()))
 def test_an_example_runs(name, tmp_path):
-    for package in ["sklearn", *NEEDS.get(name, [])]:
-        pytest.importorskip(package)
+    need_packages(name)
     if name in ("ddp.py", "fsdp.py") and not (
         torch.distributed.is_available() and torch.distributed.is_gloo_available()
     ):
