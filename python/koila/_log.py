@@ -118,13 +118,24 @@ def slow(plan: Plan) -> list[tuple[Any, str]]:
         )
         found.append((("reads", plan.asked_at), text))
     if plan.retries:
-        text = (
-            f"{in_short(plan.asked_at)}: memory ran out {plan.retries} "
-            f"time{'s' * (plan.retries != 1)} although the plan fitted, and the step was cut "
-            "again. If that comes back: a smaller koila.budget(), or koila.micro_batch(n)"
-        )
-        found.append((("retries", plan.asked_at), text))
+        found.append((("retries", plan.asked_at), _ran_out(plan)))
     return found
+
+
+def _ran_out(plan: Plan) -> str:
+    times = f"{plan.retries} time{'s' * (plan.retries != 1)}"
+    why = "although the plan fitted"
+    remedy = "If that comes back: a smaller koila.budget(), or koila.micro_batch(n)"
+    if plan.budget_bytes is not None and plan.predicted_peak_bytes > plan.budget_bytes:
+        why = (
+            f"since {cut_in_words(plan)} need {readable(plan.predicted_peak_bytes)} of "
+            f"{readable(plan.budget_bytes)}"
+        )
+        remedy = "To avoid that: koila.micro_batch() of fewer rows, or none, or a larger budget"
+    return (
+        f"{in_short(plan.asked_at)}: memory ran out {times} {why}, and the step was cut again. "
+        f"{remedy}"
+    )
 
 
 def _again(plan: Plan) -> tuple[Any, str]:

@@ -157,7 +157,28 @@ def test_a_step_that_was_cut_again_is_warned_of(caplog):
         if koila.last_plan().retries:
             break
     assert koila.last_plan().retries
-    assert any("memory ran out" in t for t in lines(caplog, logging.WARNING))
+    assert any("although the plan fitted" in t for t in lines(caplog, logging.WARNING))
+
+
+@pytest.mark.about_the_cpu("the budget is the CPU's")
+def test_rows_that_were_asked_for_and_do_not_fit_are_said_to_be_the_cause(caplog):
+    caplog.set_level(logging.WARNING, "koila")
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 1))
+    x = torch.randn(1024, 64)
+
+    def run(size):
+        model.zero_grad()
+        with koila.micro_batch(size):
+            model(koila.lazy(x)).sum().backward()
+        return koila.last_plan()
+
+    run(512)
+    fits = run(256).predicted_peak_bytes
+    with koila.budget(fits + 4096):
+        plan = run(512)
+    assert plan.retries and plan.measured_peak_bytes <= fits + 4096
+    [told] = [t for t in lines(caplog, logging.WARNING) if "memory ran out" in t]
+    assert "2 × 512 rows of 1024 need" in told and "although" not in told
 
 
 def test_what_a_handler_raises_does_not_stop_a_step(monkeypatch):
