@@ -7,6 +7,8 @@ import functools
 import os
 from typing import Any
 
+from torch.utils import _pytree as pytree
+
 from ._torch import DATA, GRAD, NUMPY, SETTING_UP, set_data, torch, untyped_storage
 from . import _control_flow, _core, _packed
 from ._errors import UnsupportedError
@@ -114,6 +116,7 @@ def _install() -> None:
     _uncounted_writes()
     _control_flow.install()
     _traces()
+    _many_gpus()
     _quick_rules()
     _lazy_states()
     _packed.install()
@@ -143,6 +146,26 @@ def _traces() -> None:
         return original(self, func, types, args, kwargs)
 
     Tracer.__torch_dispatch__ = trace  # type: ignore[method-assign]
+
+
+def _many_gpus() -> None:
+    """Refuse lazy tensors where `DataParallel` scatters them: its copies of the model are made and
+    run by C++ that takes their memory."""
+    original = torch.nn.DataParallel.forward
+
+    @functools.wraps(original)
+    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        n = len(self.device_ids or ())
+        if n > 1 and any(map(_core.is_lazy, pytree.tree_leaves((inputs, kwargs)))):
+            raise UnsupportedError(
+                f"DataParallel over {n} GPUs on a lazy batch: it copies the model and the rows of "
+                "the batch in each call, which cannot be recorded. Give the batch to "
+                "model.module, on one GPU, or use DistributedDataParallel. If the result of a row "
+                "depends on that row alone, koila.opaque(model) runs it on slices"
+            )
+        return original(self, *inputs, **kwargs)
+
+    torch.nn.DataParallel.forward = forward  # type: ignore[method-assign]
 
 
 def _quick_rules() -> None:

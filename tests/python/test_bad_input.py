@@ -672,3 +672,13 @@ def test_explain_of_nothing_lazy():
 def test_opaque_of_what_cannot_be_called():
     with pytest.raises(ValueError, match=r"opaque\(3\): expected a module or a function, got int"):
         koila.opaque(3)
+
+
+def test_data_parallel_over_several_gpus_is_refused():
+    model, (x, _) = net(), xy()
+    state = world(model)
+    several = nn.DataParallel(model)
+    several.device_ids = [0, 1]
+    with pytest.raises(koila.UnsupportedError, match="DataParallel over 2 GPUs"):
+        several(lazy(x))
+    unchanged(state, model)

@@ -946,3 +946,20 @@ def test_a_forked_child_lets_go_of_the_step():
         assert torch.allclose(w.grad, expected), (w.grad, expected)
         """
     )
+
+
+def test_data_parallel_is_recorded_on_one_gpu_and_refused_on_several():
+    model = mlp().double().cuda()
+    x, _ = data()
+    x = x.cuda()
+    model(x).square().mean().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with koila.micro_batch(5):
+        nn.DataParallel(model, [0])(lazy(x)).square().mean().backward()
+    assert koila.last_plan().n_micro_batches == 3
+    for p, e in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, e, rtol=1e-10, atol=1e-12)
+    if torch.cuda.device_count() > 1:
+        with pytest.raises(koila.UnsupportedError, match="DataParallel over 2 GPUs"):
+            nn.DataParallel(model, [0, 1])(lazy(x))
