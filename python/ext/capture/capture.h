@@ -315,6 +315,9 @@ int koila__factories_add(PyObject *m);
 /* ---- plain_writes.c */
 /* class: torch's, of tensors. Once in a process. -1 with an exception. */
 int koila__plain_writes_setup(PyObject *class);
+/* `method` of torch's tensors, called with the tensor and its arguments, n in all: a write to
+ * memory that a run has made, from which no step has recorded anything. New; NULL + error */
+PyObject *koila__write_unseen(PyObject *method, PyObject *const *values, size_t n);
 
 /* ---- operators.c, arguments.c, source_line.c, node.c, capture_module.c */
 /* The number of results in the schema. source[j]: -1 for a fresh result, else the written

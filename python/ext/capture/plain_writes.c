@@ -109,6 +109,17 @@ static PyObject *with_names(PyObject *f, PyObject *const *values, size_t n, PyOb
     return called(WITH_NAMES, f, values, n, names);
 }
 
+static const vectorcallfunc ours[N_WAYS] = { no_arguments, one_argument, positional, with_names };
+
+PyObject *koila__write_unseen(PyObject *method, PyObject *const *values, size_t n)
+{
+    const vectorcallfunc entry = PyVectorcall_Function(method);
+    for (int way = 0; way < N_WAYS; way++)
+        if (entry == ours[way])
+            return theirs[way](method, values, n, NULL);
+    return PyObject_Vectorcall(method, values, n, NULL);
+}
+
 /* tensor[index] = value */
 static int assignment(PyObject *tensor, PyObject *index, PyObject *value)
 {
@@ -159,8 +170,6 @@ static bool writes(const char *name)
 
 static void watch_methods(PyObject *methods)
 {
-    static const vectorcallfunc ours[N_WAYS] = { no_arguments, one_argument, positional,
-                                                 with_names };
     PyObject *items = PyMapping_Items(methods);
     for (Py_ssize_t i = 0; items && i < PyList_GET_SIZE(items); i++) {
         PyObject *m = PyTuple_GET_ITEM(PyList_GET_ITEM(items, i), 1);

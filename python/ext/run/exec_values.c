@@ -177,11 +177,15 @@ int koila__exec_add(exec *x, koila_value v, bool owned)
     if (s.kind != KOILA_SHARE_PARTIAL)
         return 0; /* v is the same in every slice */
     PyObject *combine = combination_of((koila_partial_kind)s.partial);
-    PyObject *sum =
-        combine ? PyObject_CallFunctionObjArgs(combine, x->acc[v], x->local[v], NULL) : NULL;
+    PyObject *const terms[] = { x->acc[v], x->local[v] };
+    const bool in_place = s.partial == KOILA_PARTIAL_SUM;
+    PyObject *sum = NULL;
+    if (combine)
+        sum = in_place ? koila__write_unseen(combine, terms, 2)
+                       : PyObject_Vectorcall(combine, terms, 2, NULL);
     if (!sum)
         return -1;
-    if (s.partial == KOILA_PARTIAL_SUM)
+    if (in_place)
         Py_DECREF(sum); /* in place */
     else
         Py_SETREF(x->acc[v], sum);
