@@ -157,6 +157,7 @@ class _Laid:
     def __init__(self) -> None:
         self._rows = 0
         self._strides: dict[int, tuple[int, ...]] = {}  # by argument of the call
+        self.version = 0  # of what listed() gives
 
     def saw(
         self,
@@ -175,6 +176,7 @@ class _Laid:
             for at, g in zip(wanted, gradients)
             if at >= n and not _lie_alike(g, parameters[at - n])
         }
+        self.version += 1
 
     def listed(self, wanted: list[int]) -> list[int]:
         """For an operator: of each such gradient its place in `wanted` and its strides."""
@@ -811,6 +813,16 @@ class _Opaque(torch.autograd.Function):
         ctx.used = True
         of = dict(zip(wanted, found))
         return None, None, *(of.get(i) for i in range(n_tensors))
+
+
+def _number_of(node: Any) -> int | None:
+    """Decides the backward of this node of `_Opaque`, beside the recorded calls and the graph;
+    None: it must be recorded. See backward_form.c."""
+    call: _Call = node.call
+    return None if node.used or call.shards else call.laid.version
+
+
+_core.learn_function(_Opaque._backward_cls, _number_of)
 
 
 class Runner:

@@ -485,3 +485,109 @@ def test_a_known_backward_that_fails_leaves_no_gradients(monkeypatch):
             step()
     assert w.grad is None
     assert torch.equal(step(), expected)
+
+
+class Nests(nn.Module):
+    """Gives a nesting of results."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
+
+    def forward(self, x):
+        return self.inner(x), None
+
+
+def as_it_is():
+    torch.manual_seed(0)
+    return koila.opaque(Nests()), torch.randn(6, 8, dtype=torch.double)
+
+
+def test_the_backward_of_a_module_that_runs_as_it_is_is_copied_too():
+    model, x = as_it_is()
+
+    def step():
+        with koila.micro_batch(2):
+            model(lazy(x))[0].pow(2).mean().backward()
+        return gradients(model)
+
+    model(x)[0].pow(2).mean().backward()
+    expected = gradients(model)
+    first = [step() for _ in range(4)][-1]
+    again, n_known = known_in(step)
+    assert n_known == 1 and are_equal(first, again)
+    for a, b in zip(expected, again, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+    _core.backwards_doubted(True)  # and the graphs are the same, node by node
+    assert known_in(lambda: [step() for _ in range(4)])[1] == 2
+
+
+def test_a_graph_of_a_module_that_is_kept_is_recorded_and_gone_through_again():
+    model, x = as_it_is()
+
+    def step(wrap):
+        loss = model(wrap(x))[0].pow(2).mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return gradients(model)
+
+    expected = step(lambda v: v)
+    for _ in range(5):
+        found, n_known = known_in(lambda: step(lazy))
+        assert n_known == 0
+        for a, b in zip(expected, found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_a_second_backward_of_a_module_that_runs_as_it_is_is_refused_as_by_torch():
+    model, x = as_it_is()
+    for _ in range(5):
+        loss = model(lazy(x))[0].pow(2).mean()
+        n_known = known_in(loss.backward)[1]
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss.backward()
+    assert n_known == 1
+
+
+def test_a_parameter_of_a_module_written_before_the_backward_is_refused_as_by_torch():
+    model, x = as_it_is()
+    for _ in range(5):
+        model(lazy(x))[0].pow(2).mean().backward()
+    loss = model(lazy(x))[0].pow(2).mean()
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_gradients_that_lie_otherwise_than_in_the_step_before_are_recorded():
+    """What is known of a module changes between steps, not what is recorded of its call."""
+    model, x = as_it_is()
+
+    def step():
+        model(lazy(x))[0].pow(2).mean().backward()
+        return gradients(model)
+
+    for _ in range(4):
+        step()
+    assert known_in(step)[1] == 1
+    (call,) = model._run._known.values()
+    call.laid._strides = {1: (1, 16)}
+    call.laid.version += 1
+    first, n_known = known_in(step)
+    assert n_known == 0
+    again, n_known = known_in(step)
+    assert n_known == 1 and are_equal(first, again)
+
+
+def test_a_hook_behind_a_module_that_runs_as_it_is_is_called():
+    model, x = as_it_is()
+    seen = []
+    for i in range(8):
+        out = model(lazy(x))[0]
+        if i > 5:
+            out.register_hook(lambda g: seen.append(g.shape))
+        n_known = known_in(out.pow(2).mean().backward)[1]
+        assert i < 4 or n_known == (i < 6)
+        model.zero_grad()
+    assert len(seen) == 2

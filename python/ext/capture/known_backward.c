@@ -15,10 +15,10 @@
  * done. All that follows is as always: what is run, and how, is decided from the graph alone.
  *
  * Whatever the comparison does not see makes a backward unknown, and it is recorded: hooks,
- * functions of Python, gradients of lazy leaves, tensors written since they were recorded, modes
- * (_known_backward.py). And only a backward is remembered that did nothing but append nodes, and
- * leaves that are views of leaves from before, or of what plain nodes saved (the engine transposes
- * a plain weight).
+ * functions of Python (but for koila's own, of modules that run as they are), gradients of lazy
+ * leaves, tensors written since they were recorded, modes (_known_backward.py). And only a backward
+ * is remembered that did nothing but append nodes, and leaves that are views of leaves from before,
+ * or of what plain nodes saved (the engine transposes a plain weight).
  *
  * A backward is looked at when the calls before it are seen for the second time: ever-new steps
  * cost nothing. It is a part of the graph of the tape in which it was recorded, which outlives that
@@ -218,7 +218,10 @@ static int ask(known *k, koila__tape *t, PyObject *outputs, PyObject *gradients,
     int rc = ask_values(&k->q, t, outputs, gradients, leaves);
     if (rc > 0)
         rc = ask_plain(&k->q, t, &k->saved);
-    return rc > 0 ? koila__form_of(nodes, leaves, &k->form) : rc;
+    if (rc > 0)
+        rc = koila__form_of(nodes, leaves, &k->form);
+    /* a function that is copied does not know that its backward was run, as the next one must */
+    return rc > 0 && retain && k->form.n_functions ? 0 : rc;
 }
 
 /* ---- copying */

@@ -170,10 +170,15 @@ int koila__nodes_behind(PyObject *const *roots, Py_ssize_t n, koila__nodes *out)
     return rc < 0 ? -1 : !odd;
 }
 
+PyObject *koila__node_function(koila__node node)
+{
+    return node[0] == layout.custom ? (PyObject *)node[layout.object_at] : NULL;
+}
+
 /* Is it the node of a reentrant checkpoint, whose backward runs a backward of its own? */
 static bool is_checkpoint(koila__node node)
 {
-    const void *object = node[0] == layout.custom ? node[layout.object_at] : NULL;
+    PyObject *object = koila__node_function(node);
     const char *name = object ? Py_TYPE(object)->tp_name : "";
     const char *dot = strrchr(name, '.');
     return strcmp(dot ? dot + 1 : name, "CheckpointFunctionBackward") == 0;

@@ -41,6 +41,8 @@ uint32_t koila__node_n_edges(koila__node node);
 koila__edge koila__node_edge(koila__node node, uint32_t i);
 bool koila__node_is_leaf(koila__node node);         /* does it accumulate into a leaf? */
 const void *koila__node_variable(koila__node leaf); /* the TensorImpl of that leaf */
+/* The Python object of the node of a torch.autograd.Function, borrowed; NULL: of any other. */
+PyObject *koila__node_function(koila__node node);
 /* Words of the memory that it lies in, at least those of the object. Nodes whose owners share them
  * (torch before 2.13) know their own address and where they are counted; std::make_shared counts
  * right before the node, in the same block of malloc's. */

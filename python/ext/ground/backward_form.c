@@ -4,7 +4,8 @@
  * it, counted from the first (nodes are numbered as they are made, so the k-th call of a forward
  * pass made the node that the k-th call of another one did); where its edges lead. What a node has
  * saved is not looked at: the calls and their arguments decide it, and whoever compares forms
- * compares those.
+ * compares those. Of a torch.autograd.Function that is koila's own (learn_function), the function
+ * tells what the calls do not decide.
  *
  * Where a node keeps its number and its hooks, and which of its functions lets go of what it saved,
  * is learnt from a few nodes (learn_forms).
@@ -28,6 +29,10 @@ static struct {
 } layout;
 
 bool koila__forms_known(void) { return layout.known; }
+
+/* koila's own torch.autograd.Function: the class of its nodes' Python objects, and what tells of
+ * such an object the number that decides its backward, beside the calls. Owned; NULL: none. */
+static PyObject *own_class, *own_number;
 
 /* ---- classes */
 
@@ -107,6 +112,25 @@ bool koila__form_has_hooks(koila__node node)
     return false;
 }
 
+static bool is_own_function(koila__node node)
+{
+    PyObject *object = koila__node_function(node);
+    return object && (PyObject *)Py_TYPE(object) == own_class;
+}
+
+/* What decides the backward of such a node. 1; 0: it does not tell; -1 with an exception. */
+static int push_function(koila__form *f, koila__node node)
+{
+    PyObject *told = PyObject_CallOneArg(own_number, koila__node_function(node));
+    const bool tells = told && told != Py_None;
+    const uint64_t number = tells ? PyLong_AsUnsignedLongLong(told) : 0;
+    Py_XDECREF(told);
+    if (PyErr_Occurred() || (tells && !push(f, number)))
+        return -1;
+    f->n_functions += tells;
+    return tells;
+}
+
 static bool push_node(koila__form *f, const koila__nodes *nodes, koila__node node, uint64_t first)
 {
     const uint32_t n_edges = koila__node_n_edges(node);
@@ -135,8 +159,12 @@ int koila__form_of(const koila__nodes *nodes, PyObject *leaves, koila__form *out
             n_leaves++;
             continue;
         }
-        if (kind_of(node) == FOREIGN || koila__form_has_hooks(node))
+        const bool own = is_own_function(node);
+        if ((!own && kind_of(node) == FOREIGN) || koila__form_has_hooks(node))
             return 0;
+        const int told = own ? push_function(out, node) : 1;
+        if (told <= 0)
+            return told;
         if (number_of(node) < first)
             first = number_of(node);
     }
@@ -154,7 +182,7 @@ int koila__form_of(const koila__nodes *nodes, PyObject *leaves, koila__form *out
 
 bool koila__form_equal(const koila__form *a, const koila__form *b)
 {
-    return a->n_words == b->n_words &&
+    return a->n_words == b->n_words && a->n_functions == b->n_functions &&
            (!a->n_words || memcmp(a->word, b->word, a->n_words * sizeof *a->word) == 0);
 }
 
@@ -263,10 +291,25 @@ static PyObject *py_learn_forms(PyObject *module, PyObject *args)
     return PyBool_FromLong(known);
 }
 
+/* learn_function(class, function): see own_class. function(node's object) → a number, or None: its
+ * backward must be recorded. */
+static PyObject *py_learn_function(PyObject *module, PyObject *args)
+{
+    PyObject *class, *number;
+    if (!PyArg_ParseTuple(args, "O!O", &PyType_Type, &class, &number))
+        return NULL;
+    Py_XSETREF(own_class, Py_NewRef(class));
+    Py_XSETREF(own_number, Py_NewRef(number));
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     { "learn_forms", py_learn_forms, METH_VARARGS,
       "learn_forms(nodes, their numbers, nodes with a hook each, a CopySlices, one more node) -> "
       "are they understood? The last one is spent then" },
+    { "learn_function", py_learn_function, METH_VARARGS,
+      "learn_function(class of a Function's nodes, function): function(node) -> the number that "
+      "decides its backward, beside the recorded calls; None: it must be recorded" },
     { 0 },
 };
 
