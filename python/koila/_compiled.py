@@ -160,7 +160,9 @@ def _lazies_in(given: Any) -> list[torch.Tensor]:
 
 
 def _meets_lazies(args: Any, kwargs: Any) -> bool:
-    return not running.here and _core.is_recording() and bool(_lazies_in((args, kwargs)))
+    if running.here or not _core.is_recording():
+        return False
+    return any(map(_core.is_lazy, args)) or bool(_lazies_in((args, kwargs)))
 
 
 def _may_be_cut(module: torch.nn.Module, told: Any) -> bool:

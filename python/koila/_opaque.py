@@ -38,7 +38,9 @@ class _Exchanges:
 
     def __init__(self) -> None:
         self._now: list[tuple[int, torch.nn.Module]] = []  # thread, module
-        self._ended = threading.Condition()
+        self._lock = threading.RLock()  # of all that is here
+        self._ended = threading.Condition(self._lock)
+        self._n_waiting = 0  # threads that wait for it
 
     def _is_elsewhere(self, module: torch.nn.Module, thread: int) -> bool:
         others = [m for t, m in self._now if t != thread]
@@ -47,32 +49,42 @@ class _Exchanges:
         mine = {id(m) for m in module.modules()}
         return any(id(m) in mine for other in others for m in other.modules())
 
-    def _wait(self, module: torch.nn.Module) -> tuple[int, torch.nn.Module]:
+    def _wait(self, module: torch.nn.Module) -> None:
         """Until no other thread runs this module here, or a part of it."""
         thread = threading.get_ident()
-        while self._is_elsewhere(module, thread):
-            self._ended.wait()
-        return thread, module
+        self._n_waiting += 1
+        try:
+            while self._is_elsewhere(module, thread):
+                self._ended.wait()
+        finally:
+            self._n_waiting -= 1
 
     def begin(self, module: torch.nn.Module) -> tuple[int, torch.nn.Module]:
         """Alone with this module until `end()` of the result; a thread may be so again inside. In a
         shield: who leaves it by an interrupt makes others wait for ever."""
-        with self._ended:
-            mine = self._wait(module)
+        mine = threading.get_ident(), module
+        with self._lock:
+            if self._now:
+                self._wait(module)
             self._now.append(mine)
         return mine
 
     def end(self, mine: tuple[int, torch.nn.Module]) -> None:
-        with self._ended:
+        with self._lock:
             self._now = [m for m in self._now if m is not mine]
-            self._ended.notify_all()
+            if self._n_waiting:
+                self._ended.notify_all()
 
-    def own_parameters(self, module: torch.nn.Module) -> tuple[_Tables, dict[str, torch.Tensor]]:
-        """And the tables that have them, both while nobody exchanges them."""
-        with _core.shield, self._ended:
+    def parameters_of(self, module: torch.nn.Module) -> tuple[_Tables, dict[str, torch.Tensor]]:
+        """The tables of parameters and parts that the module and its parts have, and its own
+        parameters by name, both while no other thread exchanges them."""
+        with _core.shield, self._lock:
             self._wait(module)
-            tables = _Tables()
-            tables.see(module)
+            tables = [
+                (table, tuple(itertools.chain.from_iterable(table.items())))
+                for m in module.modules()
+                for table in (m._modules, m._parameters)
+            ]
             return tables, dict(module.named_parameters())
 
 
@@ -90,6 +102,16 @@ def _autocast_now() -> tuple[tuple[str, torch.dtype], ...]:
     )
 
 
+def _edge(result: torch.Tensor) -> torch.autograd.graph.GradientEdge:
+    """torch's get_gradient_edge(), in less time for the node of a function of Python's, as that of
+    a compiled module is. Such a node does not keep the graph; that of a view does."""
+    node = result.grad_fn
+    keeps = result.view_as(result).grad_fn if isinstance(node, torch._C._FunctionBase) else None
+    if node is None or keeps is None:
+        return torch.autograd.graph.get_gradient_edge(result)
+    return torch.autograd.graph.GradientEdge(node, result.output_nr, keeps)
+
+
 class _Graph:
     """The autograd graph of one slice, from its forward to its backward.
 
@@ -98,9 +120,8 @@ class _Graph:
     __slots__ = ("edges", "leaves", "n_bytes")
 
     def __init__(self, results: list[torch.Tensor], leaves: list[torch.Tensor]) -> None:
-        edge = torch.autograd.graph.get_gradient_edge
         # Edges rather than results, whose memory lives as long as the plan says.
-        self.edges = [edge(r) if r.requires_grad else None for r in results]
+        self.edges = [_edge(r) if r.requires_grad else None for r in results]
         self.leaves = leaves
         self.n_bytes: int | None = None
 
@@ -167,7 +188,7 @@ class _Laid:
         gradients: list[torch.Tensor],
     ) -> None:
         """Dense gradients of those of the arguments that are `wanted`."""
-        n, rows = len(inputs), len(inputs[0])
+        n, rows = len(inputs), inputs[0].shape[0]
         if rows <= self._rows:
             return
         self._rows = rows
@@ -197,24 +218,10 @@ def _storage(t: torch.Tensor) -> int:
     return int(untyped_storage(t)._cdata)
 
 
-class _Compilation:
-    """Tells whether anything is compiled from when it is made until `found()`, which lets the
-    executor know."""
-
-    def __init__(self) -> None:
-        self._before = self._now()
-
-    @staticmethod
-    def _now() -> int:
-        dynamo: Any = sys.modules.get("torch._dynamo.utils")
-        times = getattr(dynamo, "compilation_time_metrics", {})
-        return sum(map(len, list(times.values())))
-
-    def found(self) -> bool:
-        found = self._now() != self._before
-        if found:
-            _core.note_compiled()
-        return found
+def _n_compiled() -> int:
+    """A number that is another one when anything was compiled since."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return _core.n_values(getattr(dynamo, "compilation_time_metrics", {}))
 
 
 _ALONE = 2  # a tensor's memory is used by the tensor, and by who asks
@@ -261,24 +268,31 @@ class _Alone:
             _exchanges.end(self._mine)
 
 
-class _Tables:
-    """The tables of parameters and parts that a module and its parts have: to see that they hold
-    what they did, and nothing more, for less than a walk takes. Who shards a module exchanges its
-    parameters."""
+# Each table with its keys and what is there, one after the other.
+_Tables = list[tuple[dict[str, Any], tuple[Any, ...]]]
 
-    def __init__(self) -> None:
-        # Each with its keys and what is there, one after the other.
-        self._seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
 
-    def see(self, module: torch.nn.Module) -> None:
-        self._seen = [
-            (table, tuple(itertools.chain.from_iterable(table.items())))
-            for m in module.modules()
-            for table in (m._modules, m._parameters)
-        ]
+class _Own:
+    """A module's own parameters by name, remembered with the tables of parameters and parts that it
+    and its parts have: to see that these hold what they did, and nothing more, takes less than a
+    walk. Who shards a module exchanges its parameters."""
 
-    def are_as_seen(self) -> bool:
-        return bool(self._seen) and _core.are_as_seen(self._seen)
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        # The two belong together, and are set together: other threads read them.
+        self._seen: tuple[_Tables, dict[str, torch.Tensor]] = [], {}
+
+    def known(self) -> dict[str, torch.Tensor] | None:
+        """None: they must be looked for."""
+        tables, named = self._seen
+        return named if tables and _core.are_as_seen(tables) else None
+
+    def now(self) -> dict[str, torch.Tensor]:
+        named = self.known()
+        if named is None:
+            self._seen = _exchanges.parameters_of(self._module)
+            named = self._seen[1]
+        return named
 
 
 class _Call:
@@ -290,7 +304,8 @@ class _Call:
     needed: which parameters need gradients; differentiated: which arguments do, then which
         parameters.
     kinds: of each argument.
-    results: the nesting of the results, and which of them are tensors rather than None.
+    results: the nesting of the results (None: the result is a tensor), and which of them are
+        tensors rather than None.
     used: of each result, the parameters that it depends on; None: it is not known.
     of_rows: what the results are for two rows; shapes: for a sharded module, the same by its
         inputs.
@@ -298,7 +313,7 @@ class _Call:
         later, where others may be set.
     held: what waits for the backward; shared: the results that share memory with that.
     laid: how gradients of the parameters lie.
-    tables: of the module; found: its parameters as these tables have them.
+    own_now: the module's own parameters, by name.
     """
 
     __slots__ = (
@@ -306,7 +321,6 @@ class _Call:
         "autocast",
         "device",
         "differentiated",
-        "found",
         "function",
         "held",
         "key",
@@ -316,12 +330,12 @@ class _Call:
         "names",
         "needed",
         "of_rows",
+        "own_now",
         "rebuild",
         "results",
         "shapes",
         "shards",
         "shared",
-        "tables",
         "used",
     )
 
@@ -330,52 +344,43 @@ class _Call:
         function: Any,
         rebuild: Any,
         module: torch.nn.Module | None,
+        own: _Own | None,
         needed: dict[str, bool],
         shards: list[torch.Tensor],
         differentiated: list[bool],
         kinds: list[int],
         used: list[set[int]] | None,
     ) -> None:
-        self.function, self.rebuild, self.module = function, rebuild, module
+        self.function, self.rebuild, self.module, self.own_now = function, rebuild, module, own
         self.names, self.needed, self.shards = list(needed), list(needed.values()), shards
         self.differentiated, self.kinds, self.used = differentiated, kinds, used
         self.held = _Held()
         self.shared: set[int] = set()
         self.laid = _Laid()
-        self.tables = _Tables()
-        self.found: list[torch.Tensor | None] = []
         self.device = _device.CURRENT_DEVICE
         self.autocast = _autocast_now()
         self.results: tuple[Any, list[bool]] | None = None
         self.of_rows: _Shapes | None = None
         self.shapes: dict[Any, _Shapes] = {}
         self.key = next(_keys)
-        _calls[self.key] = self
+        _calls[self.key] = weakref.ref(self, functools.partial(_forget, self.key))
 
     def alone(self) -> _Alone:
         """No other thread runs the module here meanwhile."""
         return _Alone(self.module if self.names else None)
 
-    def _parameters_now(self, module: torch.nn.Module) -> list[torch.Tensor | None]:
-        """Those called `names`. A walk of the modules is for the first slice."""
-        if self.tables.are_as_seen():
-            return self.found
-        self.tables.see(module)
-        named = dict(module.named_parameters())
-        self.found = [named.get(name) for name in self.names]
-        return self.found
-
     def own(self, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """The module's parameters, where they are the tensors `parameters`, and need the gradients
         that the call recorded. Then it can run as it is, and nobody who uses it meanwhile sees
         anything else. A hook would see the gradient of each slice. Inside `alone`."""
-        if self.module is None or not self.names:
+        if self.own_now is None or not self.names:
             return None
-        found = self._parameters_now(self.module)
-        if _core.are_own(found, parameters, self.needed, torch.nn.Parameter):
+        found = self.own_now.now()
+        if _core.are_own(found, self.names, parameters, self.needed, torch.nn.Parameter):
             return parameters
         own: list[torch.Tensor] = []
-        for p, t, needed in zip(found, parameters, self.needed):
+        for name, t, needed in zip(self.names, parameters, self.needed):
+            p = found.get(name)
             if type(p) is not torch.nn.Parameter or p.requires_grad != needed or p._backward_hooks:
                 return None
             if p is not t and not (
@@ -403,6 +408,9 @@ class _Call:
                 for device, dtype in self.autocast:
                     settings.enter_context(torch.autocast(device, dtype))
                 result = self._result(inputs, parameters, instead)
+        if type(result) is torch.Tensor:
+            self.results = None, [True]
+            return [result]
         leaves, structure = pytree.tree_flatten(result)
         if not all(x is None or isinstance(x, torch.Tensor) for x in leaves):
             raise UnsupportedError(
@@ -434,9 +442,10 @@ class _Call:
 
     def check(self, results: list[torch.Tensor], n_rows: int) -> None:
         """Raises where results have other sizes than those of two rows let expect."""
-        found = [(tuple(r.shape), r.dtype) for r in results]
+        found: _Shapes = [(r.shape, r.dtype) for r in results]
         expected = self.sizes(n_rows)
         if expected is not None and found != expected:
+            found = [(tuple(shape), dtype) for shape, dtype in found]
             raise UnsupportedError(
                 f"a module that runs as it is gave {found} for a slice of {n_rows} rows, expected "
                 f"{expected}: its rows are not independent"
@@ -452,29 +461,37 @@ class _Call:
         assert self.results is not None
         structure, there = self.results
         rest = iter(tensors)
+        if structure is None:
+            return next(rest)
         return pytree.tree_unflatten([next(rest) if t else None for t in there], structure)
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
+# By key. A recorded operator's call lives.
+_calls: dict[int, Callable[[], Any]] = {}
 _keys = itertools.count(1)
 _MAX_KNOWN = 64  # ways of calling one function that are kept
+
+
+def _forget(key: int, _: Any) -> None:
+    _calls.pop(key, None)
 
 
 def ranks_of(keys: list[int]) -> _sharded.Ranks | None:
     """The ranks with which the opaque calls `keys` communicate; None: nothing is sharded. Called by
     the executor (ranks.c)."""
-    shards = {k: c.shards for k in keys if (c := _calls.get(k)) is not None and c.shards}
+    calls = {k: call() for k in keys if (call := _calls.get(k)) is not None}
+    shards = {k: c.shards for k, c in calls.items() if c is not None and c.shards}
     return _sharded.Ranks(shards) if shards else None
 
 
 def _forward(
     inputs: list[torch.Tensor], parameters: list[torch.Tensor], kinds: list[int], key: int
 ) -> list[torch.Tensor]:
-    call = _calls[key]
+    call = _calls[key]()
     with torch.no_grad(), call.alone():
         results = call(inputs, None if call.own(parameters) is not None else parameters)
-    call.check(results, len(inputs[0]))
+    call.check(results, inputs[0].shape[0])
     given = set(map(id, [*inputs, *parameters]))
     return [r if _is_alone(r) and id(r) not in given else r.contiguous().clone() for r in results]
 
@@ -535,35 +552,46 @@ def _forward_kept(
     key: int,
 ) -> list[torch.Tensor]:
     """The results, and an empty tensor that has the graph as an attribute."""
-    call, device = _calls[key], inputs[0].device
+    call, device, n_rows = _calls[key](), inputs[0].device, inputs[0].shape[0]
     token = torch.empty(0, dtype=torch.uint8, device=device)
     if not _core.wants_graph():
         return [*_forward(inputs, parameters, kinds, key), token]
-    before, compilation = _bytes_now(device), _Compilation()
+    before, n_compiled = _bytes_now(device), _n_compiled()
     with _WithAutograd(), call.alone():
         results, leaves = _run_with_graph(call, inputs, parameters)
         graph = _Graph(results, leaves)
-    call.check(results, len(inputs[0]))
+    call.check(results, n_rows)
     out = [r.detach() for r in results]
     del results, leaves
+    if not _core.are_alone(out, _n_users):
+        _take_from_graph(call, out, [*inputs, *parameters], shared)
+    if _n_compiled() != n_compiled:
+        _core.note_compiled()
+    else:
+        n_bytes = sum({_storage(r): untyped_storage(r).nbytes() for r in out}.values())
+        graph.n_bytes = max(_bytes_now(device) - before - n_bytes, 0)
+        call.held.saw(n_rows, graph.n_bytes)
+    token._koila_graph = [graph]  # type: ignore[attr-defined]
+    return [*out, token]
+
+
+def _take_from_graph(
+    call: _Call, results: list[torch.Tensor], given: list[torch.Tensor], shared: list[int]
+) -> None:
+    """Each of the results gets memory of its own, or that of the graph, where it is `shared`.
+    given: inputs and parameters."""
     taken: set[int] | None = None
-    for i, r in enumerate(out):
+    for i, r in enumerate(results):
         if _is_alone(r):
             continue
         if taken is None:
-            taken = {_storage(t) for t in [*inputs, *parameters]}
+            taken = {_storage(t) for t in given}
         if not _has_own_memory(r, taken):
-            out[i] = r.contiguous().clone()
+            results[i] = r.contiguous().clone()
         elif i not in shared:
             # The graph has it too: from the next step on the plan knows, and nothing is copied.
             call.shared.add(i)
-            out[i] = r.clone()
-    n_bytes = sum({_storage(r): untyped_storage(r).nbytes() for r in out}.values())
-    if not compilation.found():
-        graph.n_bytes = max(_bytes_now(device) - before - n_bytes, 0)
-        call.held.saw(len(inputs[0]), graph.n_bytes)
-    token._koila_graph = [graph]  # type: ignore[attr-defined]
-    return [*out, token]
+            results[i] = r.clone()
 
 
 # Whole because it has as many arguments as a call of autograd.
@@ -578,8 +606,7 @@ def _backward_of(
     laid: list[int],
     key: int,
 ) -> list[torch.Tensor]:
-    call = _calls[key]
-    compilation = _Compilation()
+    call, n_compiled = _calls[key](), _n_compiled()
     waiting: list[_Graph] = kept[-1]._koila_graph if kept else []  # type: ignore[attr-defined]
     with _WithAutograd(), call.alone():
         if waiting:
@@ -597,7 +624,8 @@ def _backward_of(
                 )
             del results, leaves
         found = graph.gradients(given, grads, wanted)
-    compilation.found()
+    if _n_compiled() != n_compiled:
+        _core.note_compiled()
     del graph
     if not _core.are_alone(found, _n_users):
         _take_apart(found, grads, [*inputs, *parameters], wanted)
@@ -690,7 +718,7 @@ def _fake_backward(
 def _fake_forward(
     inputs: list[torch.Tensor], parameters: list[torch.Tensor], kinds: list[int], id: int
 ) -> list[torch.Tensor]:
-    call, n_rows = _calls[id], len(inputs[0])
+    call, n_rows = _calls[id](), inputs[0].shape[0]
     sizes = call.sizes(n_rows)
     if sizes is None:
         found = call.shapes[_sharded.shapes_key(inputs)]
@@ -716,7 +744,7 @@ def _shapes_of_rows(inputs: list[torch.Tensor], parameters: list[torch.Tensor], 
     slices will hold."""
     batch = inputs[0].shape[0]
     rows = min(2, batch)
-    call = _calls[id]
+    call = _calls[id]()
     # What other threads draw meanwhile is not to be drawn again: then the generator stays moved.
     alone = threading.active_count() == 1
     with torch.random.fork_rng(devices=[]) if alone else contextlib.nullcontext():
@@ -824,6 +852,26 @@ def _number_of(node: Any) -> int | None:
 
 _core.learn_function(_Opaque._backward_cls, _number_of)
 
+# Arguments that are no nesting of others.
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str}
+
+
+def _taken_apart(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    """The arguments of a call without their nesting, and the nesting: (how many have no name, names
+    of the others), or torch's."""
+    leaves = [*args, *kwargs.values()]
+    if all(type(x) in _PLAIN or _core.is_lazy(x) for x in leaves):
+        return leaves, (len(args), tuple(kwargs))
+    return pytree.tree_flatten((args, kwargs))
+
+
+def _put_together(leaves: list[Any], structure: Any) -> tuple[Any, Any]:
+    if isinstance(structure, tuple):
+        n, names = structure
+        return tuple(leaves[:n]), dict(zip(names, leaves[n:]))
+    args, kwargs = pytree.tree_unflatten(leaves, structure)
+    return args, kwargs
+
 
 class Runner:
     """Calls `function`; with a lazy argument it records the call instead."""
@@ -838,12 +886,11 @@ class Runner:
         arguments are rebuilt from tensors, and these. Returns `kinds` and `used` of a call; None:
         it must be recorded."""
         self._function, self._module, self._learn = function, module, learn
-        # The two belong together, and are set together: other threads read them.
-        self._own = (_Tables(), dict[str, torch.Tensor]())
+        self._own = None if module is None else _Own(module)
         self._known: dict[Any, _Call | None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, structure = _taken_apart(args, kwargs)
         at = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
         if not any(_core.is_lazy(leaves[i]) for i in at):
             return self._function(*args, **kwargs)
@@ -852,8 +899,10 @@ class Runner:
         needed: dict[str, bool] = {}
         shards: list[torch.Tensor] = []
         parameters: list[torch.Tensor] = []
-        if self._module is not None:
-            named = self._own_parameters(self._module)
+        if self._module is not None and self._own is not None:
+            named = self._own.known()
+            if named is None and not _sharded.is_sharded(self._module):
+                named = self._own.now()
             if named is None:
                 _core.ranks_ask(ranks_of)
                 shards, parameters = _sharded.shards(self._module)
@@ -877,17 +926,6 @@ class Runner:
             weakref.finalize(_core.tape_of(r) if _core.is_lazy(r) else r, id, call)
         return call.nested(results)
 
-    def _own_parameters(self, module: torch.nn.Module) -> dict[str, torch.Tensor] | None:
-        """By their names. None: the module is sharded."""
-        tables, named = self._own
-        if tables.are_as_seen():
-            return named
-        if _sharded.is_sharded(module):
-            return None
-        own = _exchanges.own_parameters(module)
-        self._own = own
-        return own[1]
-
     def _call(
         self,
         constants: list[Any],
@@ -904,7 +942,7 @@ class Runner:
             values = list(constants)
             for i, t in zip(at, tensors):
                 values[i] = t
-            return pytree.tree_unflatten(values, structure)
+            return _put_together(values, structure)
 
         grad = torch.is_grad_enabled()
         flags = [*(t.requires_grad for t in tensors), *needed.values()]
@@ -914,7 +952,7 @@ class Runner:
         n_rows = tensors[0].shape[:1]
         training = self._module is not None and self._module.training
         alike = (
-            repr(structure),
+            structure if isinstance(structure, tuple) else repr(structure),
             tuple(at),
             training,
             tuple(needed),
@@ -937,7 +975,8 @@ class Runner:
         call = None
         if learned is not None:
             call = _Call(
-                self._function, rebuild, self._module, needed, shards, differentiated, *learned
+                *(self._function, rebuild, self._module, self._own, needed, shards),
+                *(differentiated, *learned),
             )
         if len(self._known) >= _MAX_KNOWN:  # an argument that is another one each time
             self._known.clear()

@@ -427,6 +427,22 @@ int koila__meta_of(PyObject *real, koila_meta *out)
     return rc;
 }
 
+int koila__bytes_of(PyObject *real, uint64_t *out)
+{
+    plain_facts plain;
+    koila_meta meta;
+    if (!read_plain(real, &plain)) {
+        const int rc = koila__meta_of(real, &meta);
+        const koila_meta_info *m = rc < 0 ? NULL : koila_meta_get(koila__table, meta);
+        *out = m ? (uint64_t)m->n_elements * koila_dtype_bytes(m->dtype) : 0;
+        return rc;
+    }
+    *out = koila_dtype_bytes(plain.dtype);
+    for (uint32_t d = 0; d < plain.n_dims; d++)
+        *out *= (uint64_t)plain.size[d];
+    return 0;
+}
+
 bool koila__lie_alike(koila_meta a, koila_meta b)
 {
     if (a == b)

@@ -30,6 +30,8 @@ int koila__real_setup(PyObject *torch);
 bool koila__is_tensor(PyObject *o);
 /* The meta of a plain tensor. -1 with an exception: sparse, or an unknown dtype. */
 int koila__meta_of(PyObject *real, koila_meta *out);
+/* Bytes of its elements. -1 with an exception, as above. */
+int koila__bytes_of(PyObject *real, uint64_t *out);
 /* Is that certainly `meta`? Quicker than to ask which it is. False: no, or torch must tell. */
 bool koila__is_like(PyObject *real, koila_meta meta);
 /* Are tensors of these metas the same but for strides that mean nothing, of dimensions of one

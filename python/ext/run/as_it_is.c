@@ -2,9 +2,23 @@
  * its tables, its parameters and its gradients what they most often are? No means: look closer,
  * which Python does, and which takes longer.
  */
+#include "ground/accumulate.h"
 #include "ground/helpers.h"
 #include "ground/real.h"
 #include "run/run.h"
+
+/* Has the table these items, in this order? */
+static bool is_as_seen(PyObject *table, PyObject *items)
+{
+    PyObject *key, *object;
+    Py_ssize_t at = 0;
+    if (2 * PyDict_GET_SIZE(table) != PyTuple_GET_SIZE(items))
+        return false;
+    for (Py_ssize_t k = 0; PyDict_Next(table, &at, &key, &object); k += 2)
+        if (key != PyTuple_GET_ITEM(items, k) || object != PyTuple_GET_ITEM(items, k + 1))
+            return false;
+    return true;
+}
 
 /* are_as_seen([(table, its items), ...]) → has each table these keys and objects, and no others?
  * Items are a tuple: key, object, key, object, ... */
@@ -16,64 +30,71 @@ static PyObject *py_are_as_seen(PyObject *self, PyObject *tables)
         return NULL;
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tables); i++) {
-        PyObject *table, *items;
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(tables, i), "O!O!:are_as_seen", &PyDict_Type, &table,
-                              &PyTuple_Type, &items))
+        PyObject *pair = PyList_GET_ITEM(tables, i);
+        if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2 ||
+            !PyDict_Check(PyTuple_GET_ITEM(pair, 0)) || !PyTuple_Check(PyTuple_GET_ITEM(pair, 1))) {
+            PyErr_SetString(PyExc_TypeError, "are_as_seen(): a table is a dict with a tuple");
             return NULL;
-        if (2 * PyDict_GET_SIZE(table) != PyTuple_GET_SIZE(items))
+        }
+        if (!is_as_seen(PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1)))
             Py_RETURN_FALSE;
-        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(items); k += 2)
-            if (PyDict_GetItemWithError(table, PyTuple_GET_ITEM(items, k)) !=
-                PyTuple_GET_ITEM(items, k + 1))
-                return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
     }
     Py_RETURN_TRUE;
 }
 
-/* Has the tensor no hooks that see its gradient? -1 with an exception. */
-static int is_unhooked(PyObject *tensor)
+static bool are_equal_names(PyObject *a, PyObject *b)
 {
-    PyObject *hooks = koila__attribute(tensor, "_backward_hooks");
-    const int status = hooks ? hooks == Py_None : -1;
-    Py_XDECREF(hooks);
-    return status;
+    return a == b || (PyUnicode_Check(a) && PyUnicode_Check(b) && PyUnicode_Compare(a, b) == 0);
 }
 
-/* are_own(found, parameters, needed, torch.nn.Parameter) → are these lists of the same parameters,
- * which need gradients as `needed` says, and have no hooks? */
+/* are_own({name: parameter}, names, parameters, needed, torch.nn.Parameter) → are these the same
+ * parameters in the same order, which need gradients as `needed` says, and that nobody watches? */
 static PyObject *py_are_own(PyObject *self, PyObject *args)
 {
-    PyObject *found, *parameters, *needed, *class;
+    PyObject *found, *names, *parameters, *needed, *class, *name, *p;
     (void)self;
-    if (!PyArg_ParseTuple(args, "O!O!O!O!:are_own", &PyList_Type, &found, &PyList_Type, &parameters,
-                          &PyList_Type, &needed, &PyType_Type, &class))
+    if (!PyArg_ParseTuple(args, "O!O!O!O!O!:are_own", &PyDict_Type, &found, &PyList_Type, &names,
+                          &PyList_Type, &parameters, &PyList_Type, &needed, &PyType_Type, &class))
         return NULL;
-    const Py_ssize_t n = PyList_GET_SIZE(found);
-    if (PyList_GET_SIZE(parameters) != n || PyList_GET_SIZE(needed) != n)
+    const Py_ssize_t n = PyDict_GET_SIZE(found);
+    if (PyList_GET_SIZE(names) != n || PyList_GET_SIZE(parameters) != n ||
+        PyList_GET_SIZE(needed) != n)
         Py_RETURN_FALSE;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *p = PyList_GET_ITEM(found, i);
+    Py_ssize_t at = 0;
+    for (Py_ssize_t i = 0; PyDict_Next(found, &at, &name, &p); i++) {
         const bool is_needed = PyList_GET_ITEM(needed, i) == Py_True;
         if (p != PyList_GET_ITEM(parameters, i) || !Py_IS_TYPE(p, (PyTypeObject *)class) ||
-            koila__requires_grad(p) != is_needed)
+            !are_equal_names(name, PyList_GET_ITEM(names, i)) ||
+            koila__requires_grad(p) != is_needed || koila__leaf_has_hooks(p))
             Py_RETURN_FALSE;
-        const int unhooked = is_unhooked(p);
-        if (unhooked <= 0)
-            return unhooked < 0 ? NULL : Py_NewRef(Py_False);
     }
     Py_RETURN_TRUE;
+}
+
+/* n_values({key: [value, ...]}) → how many values are in these lists? */
+static PyObject *py_n_values(PyObject *self, PyObject *lists)
+{
+    PyObject *key, *list;
+    Py_ssize_t at = 0, n = 0;
+    (void)self;
+    if (!PyDict_Check(lists)) {
+        PyErr_SetString(PyExc_TypeError, "n_values({key: [value, ...]})");
+        return NULL;
+    }
+    while (PyDict_Next(lists, &at, &key, &list))
+        n += PyList_Check(list) ? PyList_GET_SIZE(list) : 0;
+    return PyLong_FromSsize_t(n);
 }
 
 /* Does only `tensor` use its memory, and all of it? use_count: torch's, of a storage. -1 with an
  * exception. */
 static int has_memory_alone(PyObject *tensor, PyObject *use_count)
 {
-    koila_meta meta;
+    uint64_t n_bytes;
     const void *storage = koila__storage_of(tensor);
-    if (!storage || koila__meta_of(tensor, &meta) < 0)
+    if (!storage || koila__bytes_of(tensor, &n_bytes) < 0)
         return PyErr_Occurred() ? -1 : 0;
-    const koila_meta_info *m = koila_meta_get(koila__table, meta);
-    if (koila__storage_bytes(tensor) != (uint64_t)m->n_elements * koila_dtype_bytes(m->dtype))
+    if (koila__storage_bytes(tensor) != n_bytes)
         return 0;
     PyObject *at = PyLong_FromVoidPtr((void *)storage);
     PyObject *n = at ? PyObject_CallOneArg(use_count, at) : NULL;
@@ -132,8 +153,11 @@ static PyMethodDef methods[] = {
       "are_as_seen([(table, its items), ...]): has each table these keys and objects, and no "
       "others?" },
     { "are_own", py_are_own, METH_VARARGS,
-      "are_own(found, parameters, needed, torch.nn.Parameter): are they the same parameters, which "
-      "need gradients as told, and have no hooks?" },
+      "are_own({name: parameter}, names, parameters, needed, torch.nn.Parameter): are they the "
+      "same "
+      "parameters, which need gradients as told, and that nobody watches?" },
+    { "n_values", py_n_values, METH_O,
+      "n_values({key: [value, ...]}): how many values are in these lists?" },
     { "are_alone", py_are_alone, METH_VARARGS,
       "are_alone([tensor | None, ...], use_count): are they tensors, each with memory that no "
       "other tensor uses, and that it fills?" },
