@@ -76,14 +76,6 @@ static bool is_forward(const koila__sim *s, koila_node n)
     return koila_sig_get(s->t, koila_node_get(s->g, n).sig)->grad_mode & 1;
 }
 
-koila_node koila__first_of_backward(const koila__sim *s)
-{
-    koila_node n = 0;
-    while (n < koila_graph_n_nodes(s->g) && is_forward(s, n))
-        n++;
-    return n;
-}
-
 /* Is v a result of the forward with memory of its own? */
 static bool is_saved(const koila__sim *s, koila_value v)
 {
@@ -117,7 +109,7 @@ static void find_releases(const koila__sim *s, uint32_t *at)
 static void end_casts(koila__sim *s)
 {
     enum { UNREAD, IN_FORWARD, DECIDED };
-    const koila_node middle = koila__first_of_backward(s);
+    const koila_node middle = s->middle;
     for (koila_node n = 0; n < koila_graph_n_nodes(s->g); n++) {
         const koila_sig_info *sig = koila_sig_get(s->t, koila_node_get(s->g, n).sig);
         for (uint32_t i = 0; i < sig->n_inputs; i++) {
@@ -144,7 +136,7 @@ static bool is_of_backward(const koila__sim *s, koila_value v, koila_node middle
 /* s->adds_up: see Note [Gradients that are added up]. */
 static void find_sums(koila__sim *s)
 {
-    const koila_node middle = koila__first_of_backward(s);
+    const koila_node middle = s->middle;
     for (koila_node n = middle; n < koila_graph_n_nodes(s->g); n++) {
         const koila_node_info node = koila_node_get(s->g, n);
         const koila_sig_info *sig = koila_sig_get(s->t, node.sig);
@@ -224,7 +216,7 @@ static void end_value(koila__sim *s, koila_value v)
 void koila__sim_run_plain(koila__sim *s)
 {
     uint32_t next = 0;
-    const koila_node middle = koila__first_of_backward(s);
+    const koila_node middle = s->middle;
     for (koila_node n = 0; n < koila_graph_n_nodes(s->g) && !s->status; n++) {
         if (n == middle)
             koila__sim_drop_last_outputs(s);

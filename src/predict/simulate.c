@@ -501,6 +501,15 @@ void koila__sim_run_plan(koila__sim *s)
 
 /* ---- opening and closing */
 
+static koila_node first_of_backward(const koila_graph *g)
+{
+    const koila_table *t = koila_graph_table(g);
+    koila_node n = 0;
+    while (n < koila_graph_n_nodes(g) && koila_sig_get(t, koila_node_get(g, n).sig)->grad_mode & 1)
+        n++;
+    return n;
+}
+
 koila_status koila__sim_open(koila__sim *s, const koila_graph *g, const koila_device *d,
                              const koila_predict_opts *o, koila__level level)
 {
@@ -510,6 +519,7 @@ koila_status koila__sim_open(koila__sim *s, const koila_graph *g, const koila_de
                        .level = level,
                        .n_values = koila_graph_n_values(g),
                        .n_ops = koila_table_n_ops(koila_graph_table(g)),
+                       .middle = first_of_backward(g),
                        .mem = koila__allocator(NULL),
                        .peak_node = KOILA_NONE,
                        .at_node = KOILA_NONE };

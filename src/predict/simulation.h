@@ -57,6 +57,7 @@ typedef struct koila__sim {
     koila__arena arena; /* every array below that has no capacity of its own */
 
     /* ---- facts of values and operators, known before the run */
+    koila_node middle;  /* the first after the forward; the number of nodes: there is no backward */
     uint8_t *is_target; /* [n_values] made by the step, and alive after it */
     uint8_t *is_grad;   /* [n_values] a target of a parameter's sizes: its gradient */
     uint8_t *is_mask;   /* [n_values] Note [Masks] */
@@ -167,8 +168,6 @@ void koila__sim_sort_ends(koila__sim *s);
 /* Is v autocast's copy of a parameter? It is a leaf, because what happens to parameters alone is
  * not recorded; plain PyTorch makes it for the first operator that reads it. */
 bool koila__is_cast(const koila__sim *s, koila_value v);
-/* The first node after the forward; the number of nodes: there is no backward. */
-koila_node koila__first_of_backward(const koila__sim *s);
 /* Every recorded operator once. */
 void koila__sim_run_plain(koila__sim *s);
 

@@ -430,7 +430,7 @@ void koila__sim_step(koila__sim *s, bool first)
     if (s->is_plain) {
         koila__sim_run_plain(s);
     } else {
-        if (koila__first_of_backward(s) < koila_graph_n_nodes(s->g))
+        if (s->middle < koila_graph_n_nodes(s->g))
             koila__sim_drop_last_outputs(s); /* all was bound anew when the backward asks for it */
         koila__sim_run_plan(s);
     }
