@@ -25,40 +25,25 @@ static double now_us(void)
 }
 
 enum { BATCH = 64, TIME = 16, WIDTH = 256, HIDDEN = 1024 };
-static koila_meta rows_meta, hidden_meta, column_meta, w1_meta, w1t_meta, w2_meta, w2t_meta,
-    vector_meta, x_t_meta, h_t_meta;
+static koila_meta rows_meta, hidden_meta, w1_meta, w1t_meta, w2_meta, w2t_meta, vector_meta,
+    x_t_meta, h_t_meta;
 
-static koila_value weight(random_graph *r, koila_meta m)
-{
-    koila_value v = 0;
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_leaf(r->g, m, KOILA_LEAF_REAL, 0, 0, NULL, &v);
-    return v;
-}
 #define CALL(name, out, ...) rg_call(r, name, 0, out, false, __VA_ARGS__)
 #define VIEW(name, out, ...) rg_call(r, name, KOILA_OP_VIEW, out, false, __VA_ARGS__)
 
 typedef struct layer {
-    koila_value x, normal, scale, h, a, w1, w2, gain;
+    rg_norm norm;
+    koila_value h, a, w1, w2, gain;
 } layer;
 
-/* y = x + w2 gelu(w1 norm(x)); the norm's statistics over the row, or (`over_batch`) over all rows
- */
+/* y = x + w2 gelu(w1 norm(x)); statistics over the row, or (`over_batch`) over all rows */
 static koila_value forward(random_graph *r, layer *l, koila_value x, bool over_batch)
 {
-    const koila_meta stat = over_batch ? vector_meta : column_meta;
-    const int64_t dim = over_batch ? 0 : 1;
-    l->x = x;
-    l->w1 = weight(r, w1_meta);
-    l->w2 = weight(r, w2_meta);
-    l->gain = weight(r, vector_meta);
-    const koila_value mean = CALL("aten::mean.dim", stat, "tlb", x, 1, dim, 1);
-    const koila_value centred = CALL("aten::sub.Tensor", rows_meta, "tt", x, mean);
-    const koila_value square = CALL("aten::mul.Tensor", rows_meta, "tt", centred, centred);
-    const koila_value variance = CALL("aten::mean.dim", stat, "tlb", square, 1, dim, 1);
-    l->scale = CALL("aten::rsqrt", stat, "t", variance);
-    l->normal = CALL("aten::mul.Tensor", rows_meta, "tt", centred, l->scale);
-    const koila_value gained = CALL("aten::mul.Tensor", rows_meta, "tt", l->normal, l->gain);
+    l->w1 = rg_weight(r, HIDDEN, WIDTH);
+    l->w2 = rg_weight(r, WIDTH, HIDDEN);
+    l->gain = rg_weight(r, 1, WIDTH);
+    l->norm = rg_normalise(r, x, over_batch ? 0 : 1);
+    const koila_value gained = CALL("aten::mul.Tensor", rows_meta, "tt", l->norm.normal, l->gain);
     l->h = CALL("aten::mm", hidden_meta, "tt", gained, VIEW("aten::t", w1t_meta, "t", l->w1));
     l->a = CALL("aten::gelu", hidden_meta, "t", l->h);
     const koila_value out =
@@ -67,36 +52,26 @@ static koila_value forward(random_graph *r, layer *l, koila_value x, bool over_b
 }
 
 /* Gradients of the weights are targets; returns the gradient of x. */
-static koila_value backward(random_graph *r, const layer *l, koila_value g, bool over_batch,
-                            koila_value *targets, uint32_t *n_targets)
+static koila_value backward(random_graph *r, const layer *l, koila_value g, koila_value *targets,
+                            uint32_t *n_targets)
 {
-    const koila_meta stat = over_batch ? vector_meta : column_meta;
-    const int64_t dim = over_batch ? 0 : 1;
     const koila_value gw2 =
         CALL("aten::mm", w2_meta, "tt", VIEW("aten::t", x_t_meta, "t", g), l->a);
     const koila_value ga = CALL("aten::mm", hidden_meta, "tt", g, l->w2);
     const koila_value gh = CALL("aten::mul.Tensor", hidden_meta, "tt", ga,
                                 CALL("aten::sigmoid", hidden_meta, "t", l->h));
-    const koila_value gained = CALL("aten::mul.Tensor", rows_meta, "tt", l->normal, l->gain);
+    const koila_value gained = CALL("aten::mul.Tensor", rows_meta, "tt", l->norm.normal, l->gain);
     const koila_value gw1 =
         CALL("aten::mm", w1_meta, "tt", VIEW("aten::t", h_t_meta, "t", gh), gained);
     const koila_value gn = CALL("aten::mm", rows_meta, "tt", gh, l->w1);
     const koila_value gg =
         CALL("aten::sum.dim_IntList", vector_meta, "tlb",
-             CALL("aten::mul.Tensor", rows_meta, "tt", gn, l->normal), 1, (int64_t)0, 1);
+             CALL("aten::mul.Tensor", rows_meta, "tt", gn, l->norm.normal), 1, (int64_t)0, 1);
     const koila_value gx = CALL("aten::mul.Tensor", rows_meta, "tt", gn, l->gain);
-    const koila_value m1 = CALL("aten::mean.dim", stat, "tlb", gx, 1, dim, 1);
-    const koila_value m2 =
-        CALL("aten::mean.dim", stat, "tlb",
-             CALL("aten::mul.Tensor", rows_meta, "tt", gx, l->normal), 1, dim, 1);
-    const koila_value d =
-        CALL("aten::sub.Tensor", rows_meta, "tt", CALL("aten::sub.Tensor", rows_meta, "tt", gx, m1),
-             CALL("aten::mul.Tensor", rows_meta, "tt", l->normal, m2));
     targets[(*n_targets)++] = gw1;
     targets[(*n_targets)++] = gw2;
     targets[(*n_targets)++] = gg;
-    return CALL("aten::add.Tensor", rows_meta, "tt", g,
-                CALL("aten::mul.Tensor", rows_meta, "tt", d, l->scale));
+    return CALL("aten::add.Tensor", rows_meta, "tt", g, rg_normalise_back(r, &l->norm, gx));
 }
 
 static int ignore(void *user, const char *s, size_t n)
@@ -175,38 +150,29 @@ static void net_init(net *x, uint32_t n_layers, int64_t batch, int64_t time, boo
 {
     *x = (net){ 0 };
     random_graph *r = &x->rg;
-    uint16_t axis;
-    r->status = koila_table_new(NULL, &r->t);
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_new(r->t, NULL, &r->g);
+    rg_begin(r, NULL, 0);
+    rg_axis(r, batch);
     const int64_t N = batch * time;
-#define SHAPE2(a, b) rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ a, b }, NULL)
-#define SHAPE2_T(a, b) rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ a, b }, (int64_t[]){ 1, a })
-    rows_meta = SHAPE2(N, WIDTH);
-    hidden_meta = SHAPE2(N, HIDDEN);
-    column_meta = SHAPE2(N, 1);
-    vector_meta = SHAPE2(1, WIDTH);
-    w1_meta = SHAPE2(HIDDEN, WIDTH);
-    w2_meta = SHAPE2(WIDTH, HIDDEN);
-    w1t_meta = SHAPE2_T(WIDTH, HIDDEN);
-    w2t_meta = SHAPE2_T(HIDDEN, WIDTH);
-    x_t_meta = SHAPE2_T(WIDTH, N);
-    h_t_meta = SHAPE2_T(HIDDEN, N);
-    koila_value v = 0;
-    const koila_meta in = rg_shape(r, KOILA_DTYPE_F32, 3, (int64_t[]){ batch, time, WIDTH }, NULL);
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_axis(r->g, batch, &axis);
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_leaf(r->g, in, KOILA_LEAF_BATCH, 0, 0, NULL, &v);
+    rows_meta = rg_matrix(r, N, WIDTH);
+    hidden_meta = rg_matrix(r, N, HIDDEN);
+    vector_meta = rg_matrix(r, 1, WIDTH);
+    w1_meta = rg_matrix(r, HIDDEN, WIDTH);
+    w2_meta = rg_matrix(r, WIDTH, HIDDEN);
+    w1t_meta = rg_turned(r, WIDTH, HIDDEN);
+    w2t_meta = rg_turned(r, HIDDEN, WIDTH);
+    x_t_meta = rg_turned(r, WIDTH, N);
+    h_t_meta = rg_turned(r, HIDDEN, N);
+    koila_value v =
+        rg_leaf(r, KOILA_LEAF_BATCH, 0, 0, KOILA_DTYPE_F32, 3, (int64_t[]){ batch, time, WIDTH });
     layer *layers = calloc(n_layers, sizeof *layers);
     x->targets = calloc(3 * n_layers + 1, sizeof *x->targets);
     v = VIEW("aten::view", rows_meta, "tl", v, 2, N, (int64_t)WIDTH);
     for (uint32_t i = 0; i < n_layers; i++)
         v = forward(r, &layers[i], v, over_batch);
     x->targets[x->n_targets++] =
-        CALL("aten::sum.dim_IntList", SHAPE2(1, 1), "tlb", v, 2, (int64_t)0, (int64_t)1, 1);
+        CALL("aten::sum.dim_IntList", rg_matrix(r, 1, 1), "tlb", v, 2, (int64_t)0, (int64_t)1, 1);
     for (uint32_t i = n_layers; i-- > 0;)
-        v = backward(r, &layers[i], v, over_batch, x->targets, &x->n_targets);
+        v = backward(r, &layers[i], v, x->targets, &x->n_targets);
     free(layers);
     if (r->status != KOILA_OK) {
         printf("graph: %s\n", koila_status_name(r->status));

@@ -242,19 +242,14 @@ static void strided_init(random_graph *r, uint64_t seed, uint32_t n_steps)
 {
     static const koila_dtype dtypes[] = { KOILA_DTYPE_BF16, KOILA_DTYPE_F16, KOILA_DTYPE_F32,
                                           KOILA_DTYPE_BF16, KOILA_DTYPE_F64 };
-    memset(r, 0, sizeof *r);
-    r->seed = seed * 0x9e3779b97f4a7c15u + 1;
-    r->status = koila_table_new(NULL, &r->t);
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_new(r->t, NULL, &r->g);
+    rg_begin(r, NULL, seed);
     const uint32_t n_axes = 1 + (rg_pick(r, 3) == 0);
     const int64_t rows = 1 + rg_pick(r, seed % 3 ? 9 : 40);
     const int64_t extent[] = { rows, n_axes > 1 ? rows + 3 : 2, 3, rows, 1, 8 };
     memcpy(r->extent, extent, sizeof extent);
     const koila_dtype dtype = dtypes[rg_pick(r, 5)];
     for (uint32_t k = 0; k < n_axes && r->status == KOILA_OK; k++) {
-        uint16_t axis;
-        r->status = koila_graph_axis(r->g, extent[k], &axis);
+        rg_axis(r, extent[k]);
         for (int i = 0; i < 3; i++) {
             const uint32_t dim = rg_pick(r, 3) == 0;
             int64_t size[2];
@@ -306,11 +301,7 @@ static koila_value centred(random_graph *r, koila_value x, koila_meta m, koila_m
 static void net_init(random_graph *r, uint64_t seed)
 {
     static const koila_dtype dtypes[] = { KOILA_DTYPE_F32, KOILA_DTYPE_F16, KOILA_DTYPE_BF16 };
-    memset(r, 0, sizeof *r);
-    r->seed = seed * 0x9e3779b97f4a7c15u + 1;
-    r->status = koila_table_new(NULL, &r->t);
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_new(r->t, NULL, &r->g);
+    rg_begin(r, NULL, seed);
     net_layer layers[MAX_LAYERS];
     const uint32_t n_layers = 1 + rg_pick(r, MAX_LAYERS);
     const koila_dtype dtype = dtypes[rg_pick(r, 3)];
@@ -324,10 +315,8 @@ static void net_init(random_graph *r, uint64_t seed)
         rg_shape(r, dtype, 2, (int64_t[]){ width, width }, (int64_t[]){ 1, width });
     const koila_meta row_meta = rg_shape(r, dtype, 2, (int64_t[]){ 1, width }, NULL);
     const koila_meta column_meta = rg_shape(r, dtype, 2, (int64_t[]){ rows, 1 }, NULL);
-    uint16_t axis;
     koila_value x = 0;
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_axis(r->g, rows, &axis);
+    rg_axis(r, rows);
     if (r->status == KOILA_OK)
         r->status = koila_graph_leaf(r->g, x_meta, KOILA_LEAF_BATCH, 0, 0, NULL, &x);
     for (uint32_t i = 0; i < n_layers; i++) {

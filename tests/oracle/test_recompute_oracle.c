@@ -35,17 +35,6 @@ typedef struct step {
     koila_node end; /* the last node of the forward pass */
 } step;
 
-static koila_meta shape(random_graph *r, int64_t rows, int64_t columns)
-{
-    return rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ rows, columns }, NULL);
-}
-
-static koila_value weight_of(random_graph *r, int64_t rows, int64_t columns)
-{
-    rg_leaf(r, KOILA_LEAF_REAL, 0, 0, KOILA_DTYPE_F32, 2, (int64_t[]){ rows, columns });
-    return r->values[r->n_values - 1];
-}
-
 static int64_t width(const random_graph *r, koila_value v) { return rg_meta(r, v)->size[1]; }
 
 /* An earlier result as wide as `v`; `v` where there is no other. */
@@ -66,11 +55,11 @@ static koila_value add_call(step *x, koila_value from)
     call *c = &x->calls[x->n_calls];
     const int64_t w = width(r, from);
     *c = (call){ .kind = rg_pick(r, 5), .a = from, .b = from };
-    const koila_meta same = shape(r, TIME, w);
+    const koila_meta same = rg_matrix(r, TIME, w);
     if (c->kind == PRODUCT) {
         const int64_t wide = widths[rg_pick(r, 6)];
-        c->weight = weight_of(r, w, wide);
-        c->y = rg_call(r, "aten::mm", 0, shape(r, TIME, wide), false, "tt", from, c->weight);
+        c->weight = rg_weight(r, w, wide);
+        c->y = rg_call(r, "aten::mm", 0, rg_matrix(r, TIME, wide), false, "tt", from, c->weight);
     } else if (c->kind == KEEPS_INPUT) {
         c->y = rg_call(r, "aten::gelu", 0, same, false, "t", from);
     } else if (c->kind == KEEPS_OUTPUT) {
@@ -86,9 +75,10 @@ static koila_value add_call(step *x, koila_value from)
 
 static void add_gradient(random_graph *r, koila_value *g, koila_value of, koila_value more)
 {
-    g[of] = g[of] == KOILA_NONE ? more
-                                : rg_call(r, "aten::add.Tensor", 0, shape(r, TIME, width(r, of)),
-                                          false, "tt", g[of], more);
+    g[of] = g[of] == KOILA_NONE
+                ? more
+                : rg_call(r, "aten::add.Tensor", 0, rg_matrix(r, TIME, width(r, of)), false, "tt",
+                          g[of], more);
 }
 
 static void add_backward(step *x, const call *c, koila_value *g)
@@ -96,14 +86,13 @@ static void add_backward(step *x, const call *c, koila_value *g)
     random_graph *r = &x->r;
     const koila_value gy = g[c->y];
     const int64_t w = width(r, c->a), wide = width(r, c->y);
-    const koila_meta same = shape(r, TIME, w);
+    const koila_meta same = rg_matrix(r, TIME, w);
     if (c->kind == PRODUCT) {
-        const koila_meta turned =
-            rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ wide, TIME }, (int64_t[]){ 1, wide });
-        const koila_value t = rg_call(r, "aten::t", KOILA_OP_VIEW, turned, false, "t", gy);
+        const koila_value t =
+            rg_call(r, "aten::t", KOILA_OP_VIEW, rg_turned(r, wide, TIME), false, "t", gy);
         r->targets[r->n_targets++] =
-            rg_call(r, "aten::mm", 0, shape(r, wide, w), false, "tt", t, c->a);
-        const koila_value back = weight_of(r, wide, w);
+            rg_call(r, "aten::mm", 0, rg_matrix(r, wide, w), false, "tt", t, c->a);
+        const koila_value back = rg_weight(r, wide, w);
         add_gradient(r, g, c->a, rg_call(r, "aten::mm", 0, same, false, "tt", gy, back));
     } else if (c->kind == SUM) {
         add_gradient(r, g, c->a, gy);
@@ -119,28 +108,23 @@ static void add_backward(step *x, const call *c, koila_value *g)
 
 static void step_init(step *x, uint64_t seed)
 {
-    *x = (step){ 0 };
     random_graph *r = &x->r;
     koila_value g[MOST_VALUES];
-    uint16_t axis;
-    r->seed = seed * 0x9e3779b97f4a7c15u + 1;
-    r->status = koila_table_new(NULL, &r->t);
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_new(r->t, NULL, &r->g);
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_axis(r->g, 1, &axis);
+    x->n_calls = 0;
+    rg_begin(r, NULL, seed);
+    rg_axis(r, 1);
     if (r->status != KOILA_OK)
         abort();
-    koila_value v = weight_of(r, TIME, 128);
+    koila_value v = rg_weight(r, TIME, 128);
     const uint32_t n = 6 + rg_pick(r, MOST_FORWARD - 5);
     while (x->n_calls < n)
         v = add_call(x, v);
-    r->targets[r->n_targets++] = rg_call(r, "aten::sum.dim_IntList", 0, shape(r, 1, 1), false,
+    r->targets[r->n_targets++] = rg_call(r, "aten::sum.dim_IntList", 0, rg_matrix(r, 1, 1), false,
                                          "tlb", v, 2, (int64_t)0, (int64_t)1, 1);
     x->end = koila_graph_n_nodes(r->g) - 1;
     for (uint32_t i = 0; i < MOST_VALUES; i++)
         g[i] = KOILA_NONE;
-    g[v] = weight_of(r, TIME, width(r, v));
+    g[v] = rg_weight(r, TIME, width(r, v));
     for (uint32_t i = x->n_calls; i-- > 0;)
         if (g[x->calls[i].y] != KOILA_NONE)
             add_backward(x, &x->calls[i], g);

@@ -21,7 +21,8 @@ enum { MOST_LAYERS = 12, N_STEPS = 60, N_BUDGETS = 16 };
 /* ---- the steps */
 
 typedef struct layer {
-    koila_value x, normal, scale, h, a, w1, w2;
+    rg_norm norm;
+    koila_value h, a, w1, w2;
     int64_t hidden;
     bool over_tokens; /* its statistics, else over each token */
 } layer;
@@ -36,106 +37,63 @@ typedef struct step {
 #define CALL(name, out, ...) rg_call(r, name, 0, out, false, __VA_ARGS__)
 #define VIEW(name, out, ...) rg_call(r, name, KOILA_OP_VIEW, out, false, __VA_ARGS__)
 
-static koila_meta shape(random_graph *r, int64_t rows, int64_t columns)
-{
-    return rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ rows, columns }, NULL);
-}
-
-static koila_meta turned(random_graph *r, int64_t rows, int64_t columns)
-{
-    return rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ rows, columns }, (int64_t[]){ 1, rows });
-}
-
-static koila_value weight(random_graph *r, int64_t rows, int64_t columns)
-{
-    rg_leaf(r, KOILA_LEAF_REAL, 0, 0, KOILA_DTYPE_F32, 2, (int64_t[]){ rows, columns });
-    return r->values[r->n_values - 1];
-}
-
-static koila_meta statistics(random_graph *r, const step *x, const layer *l)
-{
-    return l->over_tokens ? shape(r, 1, x->width) : shape(r, x->time, 1);
-}
-
 /* y = x + w2 gelu(w1 norm(x)) */
 static koila_value forward(step *x, layer *l, koila_value v)
 {
     random_graph *r = &x->r;
-    const koila_meta rows = shape(r, x->time, x->width), hidden = shape(r, x->time, l->hidden);
-    const koila_meta stat = statistics(r, x, l);
-    const int64_t dim = l->over_tokens ? 0 : 1;
-    l->x = v;
-    l->w1 = weight(r, l->hidden, x->width);
-    l->w2 = weight(r, x->width, l->hidden);
-    const koila_value mean = CALL("aten::mean.dim", stat, "tlb", v, 1, dim, 1);
-    const koila_value centred = CALL("aten::sub.Tensor", rows, "tt", v, mean);
-    const koila_value square = CALL("aten::mul.Tensor", rows, "tt", centred, centred);
-    const koila_value variance = CALL("aten::mean.dim", stat, "tlb", square, 1, dim, 1);
-    l->scale = CALL("aten::rsqrt", stat, "t", variance);
-    l->normal = CALL("aten::mul.Tensor", rows, "tt", centred, l->scale);
-    const koila_value t1 = VIEW("aten::t", turned(r, x->width, l->hidden), "t", l->w1);
-    l->h = CALL("aten::mm", hidden, "tt", l->normal, t1);
+    const koila_meta rows = rg_matrix(r, x->time, x->width);
+    const koila_meta hidden = rg_matrix(r, x->time, l->hidden);
+    l->w1 = rg_weight(r, l->hidden, x->width);
+    l->w2 = rg_weight(r, x->width, l->hidden);
+    l->norm = rg_normalise(r, v, l->over_tokens ? 0 : 1);
+    const koila_value t1 = VIEW("aten::t", rg_turned(r, x->width, l->hidden), "t", l->w1);
+    l->h = CALL("aten::mm", hidden, "tt", l->norm.normal, t1);
     l->a = CALL("aten::gelu", hidden, "t", l->h);
-    const koila_value t2 = VIEW("aten::t", turned(r, l->hidden, x->width), "t", l->w2);
+    const koila_value t2 = VIEW("aten::t", rg_turned(r, l->hidden, x->width), "t", l->w2);
     return CALL("aten::add.Tensor", rows, "tt", v, CALL("aten::mm", rows, "tt", l->a, t2));
 }
 
-/* Gradients of the weights are targets; returns the gradient of l->x. */
+/* Gradients of the weights are targets; returns that of what the layer read. */
 static koila_value backward(step *x, const layer *l, koila_value g)
 {
     random_graph *r = &x->r;
-    const koila_meta rows = shape(r, x->time, x->width), hidden = shape(r, x->time, l->hidden);
-    const koila_meta stat = statistics(r, x, l);
-    const int64_t dim = l->over_tokens ? 0 : 1;
-    const koila_value gt = VIEW("aten::t", turned(r, x->width, x->time), "t", g);
-    x->targets[x->n_targets++] = CALL("aten::mm", shape(r, x->width, l->hidden), "tt", gt, l->a);
+    const koila_meta rows = rg_matrix(r, x->time, x->width);
+    const koila_meta hidden = rg_matrix(r, x->time, l->hidden);
+    const koila_value gt = VIEW("aten::t", rg_turned(r, x->width, x->time), "t", g);
+    x->targets[x->n_targets++] =
+        CALL("aten::mm", rg_matrix(r, x->width, l->hidden), "tt", gt, l->a);
     const koila_value ga = CALL("aten::mm", hidden, "tt", g, l->w2);
     const koila_value gh =
         CALL("aten::mul.Tensor", hidden, "tt", ga, CALL("aten::sigmoid", hidden, "t", l->h));
-    const koila_value ht = VIEW("aten::t", turned(r, l->hidden, x->time), "t", gh);
+    const koila_value ht = VIEW("aten::t", rg_turned(r, l->hidden, x->time), "t", gh);
     x->targets[x->n_targets++] =
-        CALL("aten::mm", shape(r, l->hidden, x->width), "tt", ht, l->normal);
+        CALL("aten::mm", rg_matrix(r, l->hidden, x->width), "tt", ht, l->norm.normal);
     const koila_value gn = CALL("aten::mm", rows, "tt", gh, l->w1);
-    const koila_value m1 = CALL("aten::mean.dim", stat, "tlb", gn, 1, dim, 1);
-    const koila_value product = CALL("aten::mul.Tensor", rows, "tt", gn, l->normal);
-    const koila_value m2 = CALL("aten::mean.dim", stat, "tlb", product, 1, dim, 1);
-    const koila_value less = CALL("aten::mul.Tensor", rows, "tt", l->normal, m2);
-    const koila_value centred = CALL("aten::sub.Tensor", rows, "tt", gn, m1);
-    const koila_value d = CALL("aten::sub.Tensor", rows, "tt", centred, less);
-    return CALL("aten::add.Tensor", rows, "tt", g,
-                CALL("aten::mul.Tensor", rows, "tt", d, l->scale));
+    return CALL("aten::add.Tensor", rows, "tt", g, rg_normalise_back(r, &l->norm, gn));
 }
 
 static void step_init(step *x, uint64_t seed)
 {
     static const int64_t widths[] = { 64, 128, 256, 1024 };
-    *x = (step){ 0 };
     random_graph *r = &x->r;
     layer layers[MOST_LAYERS];
-    uint16_t axis;
-    koila_value v = 0;
-    r->seed = seed * 0x9e3779b97f4a7c15u + 1;
-    r->status = koila_table_new(NULL, &r->t);
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_new(r->t, NULL, &r->g);
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_axis(r->g, 1, &axis);
+    x->n_targets = 0;
+    rg_begin(r, NULL, seed);
+    rg_axis(r, 1);
     x->time = (int64_t)512 << rg_pick(r, 4);
     x->width = widths[rg_pick(r, 3)];
     const uint32_t n = 7 + rg_pick(r, MOST_LAYERS - 6);
     const uint32_t share = rg_pick(r, 5); /* of four, how many have statistics over the tokens */
     const int64_t sizes[] = { 1, x->time, x->width };
-    const koila_meta in = rg_shape(r, KOILA_DTYPE_F32, 3, sizes, NULL);
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_leaf(r->g, in, KOILA_LEAF_BATCH, 0, 0, NULL, &v);
-    v = VIEW("aten::view", shape(r, x->time, x->width), "tl", v, 2, x->time, x->width);
+    koila_value v = rg_leaf(r, KOILA_LEAF_BATCH, 0, 0, KOILA_DTYPE_F32, 3, sizes);
+    v = VIEW("aten::view", rg_matrix(r, x->time, x->width), "tl", v, 2, x->time, x->width);
     for (uint32_t i = 0; i < n; i++) {
         layers[i] =
             (layer){ .hidden = widths[rg_pick(r, 4)], .over_tokens = rg_pick(r, 4) < share };
         v = forward(x, &layers[i], v);
     }
     x->targets[x->n_targets++] =
-        CALL("aten::sum.dim_IntList", shape(r, 1, 1), "tlb", v, 2, (int64_t)0, (int64_t)1, 1);
+        CALL("aten::sum.dim_IntList", rg_matrix(r, 1, 1), "tlb", v, 2, (int64_t)0, (int64_t)1, 1);
     for (uint32_t i = n; i-- > 0;)
         v = backward(x, &layers[i], v);
     if (r->status != KOILA_OK)

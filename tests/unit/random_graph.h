@@ -32,6 +32,24 @@ typedef struct random_graph {
     uint32_t n_targets;
 } random_graph;
 
+/* An empty step, whose choices follow from the seed. Also after a failure: rg_deinit(). */
+static void rg_begin(random_graph *r, const koila_allocator *mem, uint64_t seed)
+{
+    memset(r, 0, sizeof *r);
+    r->seed = seed * 0x9e3779b97f4a7c15u + 1;
+    r->status = koila_table_new(mem, &r->t);
+    if (r->status == KOILA_OK)
+        r->status = koila_graph_new(r->t, mem, &r->g);
+}
+
+/* One axis more, of so many rows. */
+static void rg_axis(random_graph *r, int64_t rows)
+{
+    uint16_t axis;
+    if (r->status == KOILA_OK)
+        r->status = koila_graph_axis(r->g, rows, &axis);
+}
+
 static uint32_t rg_pick(random_graph *r, uint32_t n)
 {
     if (r->data)
@@ -123,17 +141,72 @@ static koila_value rg_call(random_graph *r, const char *name, uint32_t flags, ko
     return first;
 }
 
-static void rg_leaf(random_graph *r, koila_leaf_kind kind, uint16_t axis, uint32_t dim,
-                    koila_dtype dtype, uint32_t n, const int64_t *size)
+static koila_value rg_leaf(random_graph *r, koila_leaf_kind kind, uint16_t axis, uint32_t dim,
+                           koila_dtype dtype, uint32_t n, const int64_t *size)
 {
     koila_value v = 0;
     const koila_meta m = rg_shape(r, dtype, n, size, NULL);
     if (r->status == KOILA_OK)
         r->status = koila_graph_leaf(r->g, m, kind, axis, dim, NULL, &v);
     if (r->status != KOILA_OK || r->n_values >= RG_MAX_VALUES)
-        return;
+        return v;
     r->is_view[r->n_values] = 1; /* a leaf is never written: it is not ours */
     r->values[r->n_values++] = v;
+    return v;
+}
+
+/* ---- what steps are written of by hand: f32 matrices, dense, and a layer norm */
+
+__attribute__((unused)) static koila_meta rg_matrix(random_graph *r, int64_t rows, int64_t columns)
+{
+    return rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ rows, columns }, NULL);
+}
+/* A view of a matrix [columns, rows], transposed. */
+__attribute__((unused)) static koila_meta rg_turned(random_graph *r, int64_t rows, int64_t columns)
+{
+    return rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ rows, columns }, (int64_t[]){ 1, rows });
+}
+__attribute__((unused)) static koila_value rg_weight(random_graph *r, int64_t rows, int64_t columns)
+{
+    return rg_leaf(r, KOILA_LEAF_REAL, 0, 0, KOILA_DTYPE_F32, 2, (int64_t[]){ rows, columns });
+}
+
+/* A matrix normalised with the mean and variance along `dim`; what its gradient needs. */
+typedef struct rg_norm {
+    koila_value normal, scale;
+    koila_meta full, stat;
+    int64_t dim;
+} rg_norm;
+
+__attribute__((unused)) static rg_norm rg_normalise(random_graph *r, koila_value x, int64_t dim)
+{
+    int64_t size[2] = { rg_meta(r, x)->size[0], rg_meta(r, x)->size[1] };
+    rg_norm n = { .full = rg_matrix(r, size[0], size[1]), .dim = dim };
+    size[dim] = 1;
+    n.stat = rg_matrix(r, size[0], size[1]);
+    const koila_value mean = rg_call(r, "aten::mean.dim", 0, n.stat, false, "tlb", x, 1, dim, 1);
+    const koila_value centred = rg_call(r, "aten::sub.Tensor", 0, n.full, false, "tt", x, mean);
+    const koila_value square =
+        rg_call(r, "aten::mul.Tensor", 0, n.full, false, "tt", centred, centred);
+    const koila_value variance =
+        rg_call(r, "aten::mean.dim", 0, n.stat, false, "tlb", square, 1, dim, 1);
+    n.scale = rg_call(r, "aten::rsqrt", 0, n.stat, false, "t", variance);
+    n.normal = rg_call(r, "aten::mul.Tensor", 0, n.full, false, "tt", centred, n.scale);
+    return n;
+}
+/* The gradient of what was normalised, from that of n->normal. */
+__attribute__((unused)) static koila_value rg_normalise_back(random_graph *r, const rg_norm *n,
+                                                             koila_value g)
+{
+    const koila_value m1 = rg_call(r, "aten::mean.dim", 0, n->stat, false, "tlb", g, 1, n->dim, 1);
+    const koila_value product =
+        rg_call(r, "aten::mul.Tensor", 0, n->full, false, "tt", g, n->normal);
+    const koila_value m2 =
+        rg_call(r, "aten::mean.dim", 0, n->stat, false, "tlb", product, 1, n->dim, 1);
+    const koila_value less = rg_call(r, "aten::mul.Tensor", 0, n->full, false, "tt", n->normal, m2);
+    const koila_value centred = rg_call(r, "aten::sub.Tensor", 0, n->full, false, "tt", g, m1);
+    const koila_value d = rg_call(r, "aten::sub.Tensor", 0, n->full, false, "tt", centred, less);
+    return rg_call(r, "aten::mul.Tensor", 0, n->full, false, "tt", d, n->scale);
 }
 
 /* A random value of n dimensions (0: any), late ones more often; KOILA_NONE when none was found. */
@@ -363,21 +436,16 @@ __attribute__((unused)) static koila_status rg_init(random_graph *r, const koila
                                                     uint64_t seed, const uint8_t *data,
                                                     size_t n_data, uint32_t n_steps)
 {
-    memset(r, 0, sizeof *r);
-    r->seed = seed * 0x9e3779b97f4a7c15u + 1;
+    rg_begin(r, mem, seed);
     r->data = data;
     r->n_data = n_data;
-    r->status = koila_table_new(mem, &r->t);
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_new(r->t, mem, &r->g);
     const bool two_axes = rg_pick(r, 3) == 0;
     const int64_t rows = 1 + rg_pick(r, 9);
     const int64_t extent[] = { rows, two_axes ? rows + 2 : 2, 3, rows, 1, 4 };
     memcpy(r->extent, extent, sizeof extent);
     const koila_dtype dtype = rg_pick(r, 4) == 0 ? KOILA_DTYPE_F16 : KOILA_DTYPE_F32;
-    uint16_t axis;
     for (int k = 0; k < (two_axes ? 2 : 1) && r->status == KOILA_OK; k++) {
-        r->status = koila_graph_axis(r->g, extent[k], &axis);
+        rg_axis(r, extent[k]);
         for (int i = 0; i < 2; i++) {
             const uint32_t dim = rg_pick(r, 4) == 0;
             const int64_t other = extent[2 + rg_pick(r, 4)];

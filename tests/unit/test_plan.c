@@ -20,14 +20,8 @@ static koila_plan_options options(uint64_t budget, int64_t rows)
 /* relu(x w) summed over the batch, and its gradient: x [rows, 64], w [64, 32] */
 static koila_status chain(random_graph *r, const koila_allocator *mem, int64_t rows)
 {
-    uint16_t axis;
-    memset(r, 0, sizeof *r);
-    r->seed = 1;
-    r->status = koila_table_new(mem, &r->t);
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_new(r->t, mem, &r->g);
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_axis(r->g, rows, &axis);
+    rg_begin(r, mem, 0);
+    rg_axis(r, rows);
     rg_leaf(r, KOILA_LEAF_BATCH, 0, 0, KOILA_DTYPE_F32, 2, (int64_t[]){ rows, 64 });
     rg_leaf(r, KOILA_LEAF_REAL, 0, 0, KOILA_DTYPE_F32, 2, (int64_t[]){ 64, 32 });
     if (r->status != KOILA_OK)
@@ -348,12 +342,11 @@ TEST(plan__an_empty_batch_and_a_batch_of_one_run_whole)
 TEST(plan__sizes_whose_sum_is_no_number_are_refused)
 {
     random_graph r;
-    uint16_t axis;
     koila_plan *p = NULL;
     koila_error err = KOILA_ERROR_INIT;
-    memset(&r, 0, sizeof r);
-    CHECK(koila_table_new(NULL, &r.t) == KOILA_OK && koila_graph_new(r.t, NULL, &r.g) == KOILA_OK &&
-          koila_graph_axis(r.g, 4, &axis) == KOILA_OK);
+    rg_begin(&r, NULL, 0);
+    rg_axis(&r, 4);
+    CHECK(r.status == KOILA_OK);
     const int64_t huge[] = { 4, (int64_t)1 << 57 };
     rg_leaf(&r, KOILA_LEAF_BATCH, 0, 0, KOILA_DTYPE_F32, 2, huge);
     koila_value v = r.values[0];
@@ -671,13 +664,9 @@ TEST(plan__bounds_of_recomputing_are_never_above_the_peak_and_the_work)
 /* A call that may give a view, and is counted as one, takes the time of a copy all the same. */
 TEST(plan__work_of_all_counts_what_may_be_a_view_where_it_runs_again)
 {
-    random_graph r = { .seed = 1 };
-    uint16_t axis;
-    r.status = koila_table_new(NULL, &r.t);
-    if (r.status == KOILA_OK)
-        r.status = koila_graph_new(r.t, NULL, &r.g);
-    if (r.status == KOILA_OK)
-        r.status = koila_graph_axis(r.g, 8, &axis);
+    random_graph r;
+    rg_begin(&r, NULL, 0);
+    rg_axis(&r, 8);
     rg_leaf(&r, KOILA_LEAF_BATCH, 0, 0, KOILA_DTYPE_F32, 2, (int64_t[]){ 8, 16 });
     const koila_meta m = koila_value_get(r.g, r.values[0]).meta;
     const koila_value y = rg_call(&r, "aten::relu", 0, m, false, "t", r.values[0]);
@@ -727,15 +716,9 @@ static void tower_init(random_graph *r, uint64_t seed)
 {
     enum { MOST_LAYERS = 3, LENGTH = 16 };
     koila_value in[MOST_LAYERS], w[MOST_LAYERS];
-    uint16_t axis;
-    memset(r, 0, sizeof *r);
-    r->seed = seed * 0x9e3779b97f4a7c15u + 1;
-    r->status = koila_table_new(NULL, &r->t);
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_new(r->t, NULL, &r->g);
+    rg_begin(r, NULL, seed);
     const int64_t rows = 2 + rg_pick(r, 3), width = 4 + rg_pick(r, 20);
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_axis(r->g, rows, &axis);
+    rg_axis(r, rows);
     rg_leaf(r, KOILA_LEAF_BATCH, 0, 0, KOILA_DTYPE_F32, 3, (int64_t[]){ rows, LENGTH, width });
     const int64_t n = rows * LENGTH;
 #define SHAPE(a, b) rg_shape(r, KOILA_DTYPE_F32, 2, (int64_t[]){ a, b }, NULL)
@@ -1141,10 +1124,9 @@ TEST(plan__the_nth_allocation_may_fail)
 TEST(plan__half_precision_is_added_in_float32)
 {
     random_graph r;
-    uint16_t axis;
-    memset(&r, 0, sizeof r);
-    CHECK(koila_table_new(NULL, &r.t) == KOILA_OK && koila_graph_new(r.t, NULL, &r.g) == KOILA_OK &&
-          koila_graph_axis(r.g, 8, &axis) == KOILA_OK);
+    rg_begin(&r, NULL, 0);
+    rg_axis(&r, 8);
+    CHECK(r.status == KOILA_OK);
     rg_leaf(&r, KOILA_LEAF_BATCH, 0, 0, KOILA_DTYPE_BF16, 2, (int64_t[]){ 8, 1000 });
     const koila_meta out = rg_shape(&r, KOILA_DTYPE_BF16, 2, (int64_t[]){ 1, 1000 }, NULL);
     r.targets[r.n_targets++] =

@@ -928,18 +928,12 @@ TEST(live_plan__a_measured_margin_is_the_least_that_would_have_refused)
 /* A random step of large values, and a random state of a device on which it just about fits. */
 static bool make_case(random_graph *r, uint64_t seed, koila_cache **live)
 {
-    memset(r, 0, sizeof *r);
-    r->seed = seed * 0x9e3779b97f4a7c15u + 1;
-    r->status = koila_table_new(NULL, &r->t);
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_new(r->t, NULL, &r->g);
+    rg_begin(r, NULL, seed);
     const int64_t rows = 8 + rg_pick(r, 57);
     const int64_t wide = 20000 + 1000 * (int64_t)rg_pick(r, 200);
     const int64_t extent[] = { rows, 2, wide, rows, 1, wide / 4 };
-    uint16_t axis;
     memcpy(r->extent, extent, sizeof extent);
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_axis(r->g, rows, &axis);
+    rg_axis(r, rows);
     const koila_dtype dtype = rg_pick(r, 4) ? KOILA_DTYPE_F32 : KOILA_DTYPE_BF16;
     for (int i = 0; i < 3; i++)
         rg_leaf(r, KOILA_LEAF_BATCH, 0, i == 2, dtype, 2,

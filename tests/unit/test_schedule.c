@@ -6,14 +6,8 @@
 /* A hand-made step: r is empty but for one axis of `rows` rows. */
 static void begin(random_graph *r, int64_t rows)
 {
-    uint16_t axis;
-    memset(r, 0, sizeof *r);
-    r->seed = 1;
-    r->status = koila_table_new(NULL, &r->t);
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_new(r->t, NULL, &r->g);
-    if (r->status == KOILA_OK)
-        r->status = koila_graph_axis(r->g, rows, &axis);
+    rg_begin(r, NULL, 0);
+    rg_axis(r, rows);
     CHECK(r->status == KOILA_OK);
 }
 static koila_meta f32(random_graph *r, int64_t a, int64_t b)
@@ -313,11 +307,10 @@ TEST(schedule__what_calls_between_two_loops_hold_is_known_before_it_is_scheduled
     const koila__keep keep = { .horizon = UINT32_MAX, .cheap = true };
     const int64_t one = 1;
     random_graph r;
-    uint16_t axis;
     koila__scheduler *w = NULL;
-    memset(&r, 0, sizeof r);
-    CHECK(koila_table_new(NULL, &r.t) == KOILA_OK && koila_graph_new(r.t, NULL, &r.g) == KOILA_OK &&
-          koila_graph_axis(r.g, 8, &axis) == KOILA_OK);
+    rg_begin(&r, NULL, 0);
+    rg_axis(&r, 8);
+    CHECK(r.status == KOILA_OK);
     rg_leaf(&r, KOILA_LEAF_BATCH, 0, 0, KOILA_DTYPE_F32, 2, (int64_t[]){ 8, 1000 });
     const koila_meta all = rg_shape(&r, KOILA_DTYPE_F32, 2, (int64_t[]){ 8, 1000 }, NULL);
     const koila_meta sum = rg_shape(&r, KOILA_DTYPE_F32, 2, (int64_t[]){ 1, 1000 }, NULL);
