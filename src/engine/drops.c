@@ -342,6 +342,7 @@ static koila_status make_rungs(const koila__planning *q, const koila__way *base,
     koila__spend(q->effort, KOILA_COST_NS_OUTLINE, r->n_nodes);
     if (!r->in_any_case && koila__outline_floor(r->usual) > o->budget_bytes)
         return KOILA_OK;
+    KOILA_TRY(koila__outline_begin(r->usual));
     for (size_t i = 0; i < KOILA_COUNT(ladder); i++) {
         koila__recompute x = ladder[i];
         x.at = at;
@@ -354,6 +355,7 @@ static koila_status make_rungs(const koila__planning *q, const koila__way *base,
     how.uses_host = true;
     KOILA_TRY(
         koila__outline_new(&r->host, base->placed, base->targets, q->n_targets, at, &how, q->mem));
+    KOILA_TRY(koila__outline_begin(r->host));
     for (size_t i = 0; i < KOILA_COUNT(host_ladder); i++) {
         koila__recompute x = host_ladder[i];
         x.at = at;
@@ -684,6 +686,7 @@ static koila_status make_rungs_along(const koila__planning *q, const koila__way 
     koila__spend(q->effort, KOILA_COST_NS_OUTLINE, r->n_nodes);
     if (koila__outline_floor(r->usual) > q->options->budget_bytes)
         return KOILA_OK;
+    KOILA_TRY(koila__outline_begin(r->usual));
     for (size_t i = 0; i < KOILA_COUNT(n_segments); i++) {
         x.n_segments = n_segments[i];
         KOILA_TRY(add_rung(r, r->usual, x));

@@ -289,7 +289,11 @@ static koila_status fill(koila__outline *o, const koila_value *targets, uint32_t
     find_written(o);
     hold_targets(o, targets, n_targets);
     KOILA_TRY(find_costs(o));
-    KOILA_TRY(koila__outline_count_fixed(o, targets, n_targets));
+    return koila__outline_count_fixed(o, targets, n_targets);
+}
+
+koila_status koila__outline_begin(koila__outline *o)
+{
     KOILA_TRY(koila__outline_begin_choice(o));
     memset(o->is_spared, true, o->makers.n * sizeof *o->is_spared);
     koila__outline_choose_makers(o);

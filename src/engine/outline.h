@@ -59,6 +59,9 @@ koila_status koila__outline_new(koila__outline **out, const koila__placed *p,
                                 const koila_value *targets, uint32_t n_targets, koila_node at,
                                 const koila__outline_options *options, const koila_allocator *mem);
 void koila__outline_free(koila__outline *o);
+/* Once, before anything is chosen: an outline whose floor is too high needs no choice. Expected:
+ * NO_MEMORY. */
+koila_status koila__outline_begin(koila__outline *o);
 
 /* Decides what becomes of each storage. False: nothing is dropped. */
 bool koila__outline_choose(koila__outline *o, const koila__recompute *how);
@@ -75,7 +78,8 @@ bool *koila__outline_spared(koila__outline *o);
  * others is dropped, and so is what these need. False: nothing is. */
 bool koila__outline_choose_makers(koila__outline *o);
 
-/* Bytes that are there at some moment whatever is chosen: no bound is lower. */
+/* Bytes that are there at some moment whatever is chosen: no bound is lower. Before
+ * koila__outline_begin() too. */
 uint64_t koila__outline_floor(const koila__outline *o);
 /* Of what was chosen last: a lower bound of the peak of its schedule, in the options' rows. */
 uint64_t koila__outline_bound(koila__outline *o);

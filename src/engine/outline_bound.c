@@ -207,6 +207,30 @@ static void find_counted_stores(koila__outline *o)
     }
 }
 
+/* Whatever is chosen, a storage of the forward pass is there from the first node of the backward
+ * pass that reads it to the last one that surely does: it stayed, was made again for the first one,
+ * or came back for it. */
+static void find_floor(koila__outline *o)
+{
+    memcpy(o->moments, o->moments0, ((size_t)o->n_nodes + 1) * sizeof *o->moments);
+    for (const counted *x = o->counted; x < o->counted + o->n_counted; x++) {
+        const store *s = &o->stores.at[x->store];
+        if (s->last_back == KOILA_NONE || s->last_back < s->first_back)
+            continue;
+        o->moments[s->first_back].rise += x->n_bytes;
+        o->moments[s->last_back].fall += x->n_bytes;
+    }
+    uint64_t now = o->collected, peak = now;
+    for (koila_node n = 0; n < o->n_nodes; n++) {
+        const uint64_t inside = o->workspace && n > o->at ? o->workspace[n] : 0;
+        now += o->moments[n].rise;
+        if (now + inside > peak + o->sum_bytes[n]) /* a term of that size may end */
+            peak = now + inside - o->sum_bytes[n];
+        now -= o->moments[n].fall & BYTES_OF_FALL;
+    }
+    o->floor = peak;
+}
+
 koila_status koila__outline_count_fixed(koila__outline *o, const koila_value *targets,
                                         uint32_t n_targets)
 {
@@ -236,6 +260,7 @@ koila_status koila__outline_count_fixed(koila__outline *o, const koila_value *ta
     count_results(o, targets, n_targets, is_result);
     KOILA_TRY(count_backward(o, is_result));
     hold_whole(o, is_result);
+    find_floor(o);
     return KOILA_OK;
 }
 
@@ -413,17 +438,7 @@ uint64_t koila__outline_bound(koila__outline *o)
     return walk(o, (moments){ .limit = UINT64_MAX }).peak;
 }
 
-uint64_t koila__outline_floor(const koila__outline *o)
-{
-    uint64_t now = o->collected, peak = now;
-    for (koila_node n = 0; n < o->n_nodes; n++) {
-        now += o->moments0[n].rise;
-        if (now > peak + o->sum_bytes[n]) /* a term of that size may end */
-            peak = now - o->sum_bytes[n];
-        now -= o->moments0[n].fall & BYTES_OF_FALL;
-    }
-    return peak;
-}
+uint64_t koila__outline_floor(const koila__outline *o) { return o->floor; }
 
 bool koila__outline_may_fit(koila__outline *o, uint64_t n_bytes)
 {

@@ -128,6 +128,7 @@ struct koila__outline {
     uint8_t *runs; /* [node] RUNS_FIRST, RUNS_AGAIN: see koila__outline_work_of_all() */
 
     /* the bound */
+    uint64_t floor;     /* of all choices */
     uint64_t most;      /* of the step as recorded */
     moment *moments0;   /* [node] of what is made after `at` */
     moment *moments;    /* [node] with what the choice adds */
@@ -157,10 +158,11 @@ struct koila__outline {
  *
  * Finds which nodes the bound counts; storages and needed nodes are known. */
 koila_status koila__outline_find_counted(koila__outline *o);
-/* Counts what is there whatever is dropped; makers, their readers and the results are known. */
+/* Counts what is there whatever is dropped, and finds the floor; makers, their readers and the
+ * results are known. */
 koila_status koila__outline_count_fixed(koila__outline *o, const koila_value *targets,
                                         uint32_t n_targets);
-/* Finds how each choice begins; the same is known. */
+/* The first step of koila__outline_begin(): finds how each choice begins. */
 koila_status koila__outline_begin_choice(koila__outline *o);
 
 /* Is its result its first input, or a view of it? */

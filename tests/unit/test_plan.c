@@ -474,7 +474,8 @@ static bool is_the_same_recomputed(const random_graph *r, bool whole, koila__rec
         koila__outline *o;
         CHECK(koila__outline_new(&o, base, targets, r->n_targets, how.at,
                                  &(koila__outline_options){ .uses_host = how.n_offloaded > 0 },
-                                 NULL) == KOILA_OK);
+                                 NULL) == KOILA_OK &&
+              koila__outline_begin(o) == KOILA_OK);
         if (koila__outline_choose(o, &how))
             CHECK(koila__recompute_new(o, base, targets, r->n_targets, how, NULL, &p.placed,
                                        again) == KOILA_OK);
@@ -597,7 +598,8 @@ static bounded bound_of(const random_graph *r, bool whole, koila__recompute how,
     how.at %= base->graph->nodes.n + 1;
     if (how.at < base->graph->nodes.n) {
         CHECK(koila__outline_new(&o, base, targets, r->n_targets, how.at, &options, NULL) ==
-              KOILA_OK);
+                  KOILA_OK &&
+              koila__outline_begin(o) == KOILA_OK);
         x.any = koila__outline_choose(o, &how);
         x.bound = koila__outline_bound(o);
         x.floor = koila__outline_floor(o);
