@@ -417,9 +417,10 @@ static koila_status try_way(const koila__planning *q, const koila__way *base, co
     return KOILA_OK;
 }
 
-/* What is needed beyond what waits differs by so many-th parts of it; less where a call outside
- * loops decides: the same is there beside it. */
-enum { GAP_PART = 4, GAP_PART_AT_CALL = 32 };
+/* What is needed beyond what waits differs by so many-th parts of it; less along another axis,
+ * where more segments are tried first; and where a call outside loops decides: the same is there
+ * beside it. */
+enum { GAP_PART = 4, GAP_PART_ALONG = 8, GAP_PART_AT_CALL = 32 };
 
 /* May rung x fit, and is that likely? Bounds of several loops are weak, but what is needed beyond
  * what waits differs little between choices: those that were tried tell it. That is not so where
@@ -749,7 +750,7 @@ static rung *next_along(const koila__planning *q, rungs *r)
 static void learn_from(rungs *r, const rung *x, const outcome *came)
 {
     const bool is_sharp = came->at_call && !came->of_calls; /* it is scheduled */
-    learn_gap(r, x, came->needs, is_sharp ? GAP_PART_AT_CALL : GAP_PART);
+    learn_gap(r, x, came->needs, is_sharp ? GAP_PART_AT_CALL : GAP_PART_ALONG);
     r->gap = came->of_calls > r->gap ? came->of_calls : r->gap;
 }
 
