@@ -317,6 +317,7 @@ koila_status koila__outline_new(koila__outline **out, const koila__placed *p,
                            .at = at,
                            .n_nodes = p->graph->nodes.n,
                            .last_segment = KOILA_NONE,
+                           .too_much = KOILA_NONE,
                            .uses_host = options->uses_host,
                            .is_whole = options->n_loops == 0,
                            .is_one = options->n_loops <= 1 };

@@ -220,9 +220,11 @@ static void find_floor(koila__outline *o)
         o->moments[s->first_back].rise += x->n_bytes;
         o->moments[s->last_back].fall += x->n_bytes;
     }
-    uint64_t now = o->collected, peak = now;
+    uint64_t now = o->collected, peak = now, made = now;
     for (koila_node n = 0; n < o->n_nodes; n++) {
         const uint64_t inside = o->workspace && n > o->at ? o->workspace[n] : 0;
+        o->before[n] = made;
+        made += o->moments0[n].rise - (o->moments0[n].fall & BYTES_OF_FALL);
         now += o->moments[n].rise;
         if (now + inside > peak + o->sum_bytes[n]) /* a term of that size may end */
             peak = now + inside - o->sum_bytes[n];
@@ -241,6 +243,7 @@ koila_status koila__outline_count_fixed(koila__outline *o, const koila_value *ta
     TRY_ALLOC(is_result);
     MAKE(moments0, N);
     MAKE_ROOM(moments, N);
+    MAKE_ROOM(before, N);
     MAKE_ROOM(maker_of, S);
     MAKE_ROOM(counted, S);
     MAKE_ROOM(head, N);
@@ -329,9 +332,8 @@ static void count_all(koila__outline *o)
 {
     memcpy(o->moments, o->moments0, ((size_t)o->n_nodes + 1) * sizeof *o->moments);
     memcpy(o->end, o->end0, o->stores.n * sizeof *o->end);
-    for (uint32_t k = o->makers.n; k-- > 0;) {
-        if (!o->is_again[k])
-            continue;
+    for (uint32_t i = 0; i < o->n_again; i++) {
+        const uint32_t k = o->again[i];
         moment *before = &o->moments[o->needs[k]];
         o->rise_again[k] = o->fall_again[k] = 0;
         o->next[k] = before->fall & RUNS_BEFORE ? o->head[o->needs[k]] : 0;
@@ -363,6 +365,7 @@ static double strain_of(double share)
 typedef struct moments {
     uint64_t now, peak, limit;
     double scale, strain; /* scale: 0: no strain is asked for */
+    koila_node end;       /* behind the last node that was looked at */
 } moments;
 
 /* So much is held, with what the node uses inside. */
@@ -414,6 +417,7 @@ static moments walk(koila__outline *o, moments m)
     count_all(o);
     m.now = m.peak = o->collected;
     for (koila_node n = 0; n < o->n_nodes && m.peak <= m.limit; n++) {
+        m.end = n + 1;
         const uint64_t rise = at[n].rise, fall = at[n].fall & BYTES_OF_FALL;
         if (!(rise | at[n].fall)) {
             if (m.scale > 0 && between < 0)
@@ -440,9 +444,40 @@ uint64_t koila__outline_bound(koila__outline *o)
 
 uint64_t koila__outline_floor(const koila__outline *o) { return o->floor; }
 
+/* Is the storage there while node n runs, as far as that is known before all moments are counted? */
+static bool is_there(const koila__outline *o, const counted *x, koila_node n)
+{
+    const uint8_t fate = o->fate[x->store];
+    const koila_node last = o->last[x->store];
+    if (fate == KOILA__AGAIN && n > o->at)
+        return o->needs[x->maker] <= n && o->end0[x->store] >= key_of(n);
+    if (x->begin > n)
+        return false;
+    if (last != KOILA_NONE && last >= n)
+        return true;
+    return fate == KOILA__STAYS &&
+           (o->end0[x->store] >= key_of(n) || (n <= o->at && o->is_whole && o->is_start[x->store]));
+}
+
+/* Is more than n_bytes held while node n runs? That is found sooner than all moments. */
+static bool is_too_much_at(const koila__outline *o, koila_node n, uint64_t n_bytes)
+{
+    uint64_t held = o->before[n] + o->moments0[n].rise;
+    for (const counted *x = o->counted; x < o->counted + o->n_counted; x++)
+        held += is_there(o, x, n) ? x->n_bytes : 0;
+    return held > n_bytes + o->sum_bytes[n]; /* a term of that size may end */
+}
+
 bool koila__outline_may_fit(koila__outline *o, uint64_t n_bytes)
 {
-    return walk(o, (moments){ .limit = n_bytes }).peak <= n_bytes;
+    const bool is_known = o->too_much != KOILA_NONE && is_too_much_at(o, o->too_much, n_bytes);
+    koila_assert(!is_known || koila__outline_bound(o) > n_bytes);
+    if (is_known)
+        return false;
+    const moments m = walk(o, (moments){ .limit = n_bytes });
+    if (m.peak > n_bytes)
+        o->too_much = m.end - 1;
+    return m.peak <= n_bytes;
 }
 
 bool koila__outline_is_hopeless(const koila__outline *o, uint64_t bound, uint64_t budget)

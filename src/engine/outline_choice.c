@@ -96,10 +96,11 @@ static void cut(koila__outline *o, uint32_t n_segments)
 
 /* ---- what runs again, and what waits in host memory */
 
-static bool can_run_again(const koila__outline *o, const maker *m, const koila__recompute *how)
+static bool can_run_again(const koila__outline *o, uint32_t k, const koila__recompute *how)
 {
-    return m->may_repeat && o->segment[m->node] != o->last_segment &&
-           !o->is_spared[m - o->makers.at] && !(how->keeps_expensive && m->is_expensive);
+    const maker *m = &o->makers.at[k];
+    return m->may_repeat && !o->is_spared[k] && o->segment[m->node] != o->last_segment &&
+           !(how->keeps_expensive && m->is_expensive);
 }
 
 /* Host memory that torch takes for a copy: its pinned blocks are powers of two. */
@@ -138,7 +139,7 @@ static void find_waiting(koila__outline *o, const koila__recompute *how)
             const store *x = &o->stores.at[s];
             const double once =
                 koila__offload_work((double)storage_bytes(o, x->value), how->host.price);
-            if (!could_wait(o, x, &how->host) || (can_run_again(o, m, how) && 2 * once >= m->work))
+            if (!could_wait(o, x, &how->host) || (can_run_again(o, k, how) && 2 * once >= m->work))
                 continue;
             const uint64_t n_bytes = host_bytes(storage_bytes(o, x->value));
             if (n_bytes > how->host.n_bytes - in_host)
@@ -152,18 +153,15 @@ static void find_waiting(koila__outline *o, const koila__recompute *how)
 
 /* ---- the choice */
 
-/* Maker k runs again: what it reads is wanted, or stays. */
-static void want_inputs(koila__outline *o, uint32_t k)
+/* Maker k runs again, for node `need`: what it reads is wanted, or stays. */
+static void want_inputs(koila__outline *o, uint32_t k, koila_node need)
 {
     const maker *m = &o->makers.at[k];
     const edge *const end = o->edges.at + m->first_edge + m->n_edges;
     const uint32_t segment = o->segment[m->node];
-    koila_node need = KOILA_NONE;
-    for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++)
-        if (o->fate[s] == KOILA__AGAIN && o->need[s] < need)
-            need = o->need[s];
     o->needs[k] = need;
     for (const edge *x = o->edges.at + m->first_edge; x < end; x++) {
+        o->is_late[x->store] = o->is_start[x->store] = true;
         if (!x->takes || !(o->segment[x->made] == segment || o->may_wait[x->store])) {
             o->ask[x->store] |= STAYS;
             continue;
@@ -174,53 +172,47 @@ static void want_inputs(koila__outline *o, uint32_t k)
     }
 }
 
+/* Do results of maker k wait in host memory? Then they do. */
+static bool let_wait(koila__outline *o, uint32_t k, const koila__recompute *how)
+{
+    const maker *m = &o->makers.at[k];
+    bool any = false;
+    for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++) {
+        if (o->ask[s] != WANTED || !o->may_wait[s])
+            continue;
+        any = true;
+        o->fate[s] = KOILA__WAITS;
+        o->is_read[s] = true;
+        o->chosen_work += 2 * koila__offload_work((double)storage_bytes(o, o->stores.at[s].value),
+                                                  how->host.price);
+    }
+    o->any |= any;
+    return any;
+}
+
 /* Decides about maker k, of which something is wanted. */
 static void decide(koila__outline *o, uint32_t k, const koila__recompute *how)
 {
     const maker *m = &o->makers.at[k];
-    const uint32_t end = m->first_store + m->n_stores;
-    bool any_waits = false;
-    for (uint32_t s = m->first_store; s < end; s++)
-        any_waits |= o->ask[s] == WANTED && o->may_wait[s];
-    const bool is_again = !any_waits && can_run_again(o, m, how);
-    if (!is_again && !any_waits)
+    koila_node need = KOILA_NONE;
+    if ((how->n_offloaded && let_wait(o, k, how)) || !can_run_again(o, k, how))
         return;
-    o->any = true;
-    for (uint32_t s = m->first_store; s < end; s++) {
-        if (o->ask[s] != WANTED || (!is_again && !o->may_wait[s]))
+    for (uint32_t s = m->first_store, end = s + m->n_stores; s < end; s++) {
+        if (o->ask[s] != WANTED)
             continue;
-        o->fate[s] = is_again ? KOILA__AGAIN : KOILA__WAITS;
-        o->is_read[s] = !is_again;
-        if (!is_again)
-            o->chosen_work +=
-                2 * koila__offload_work((double)storage_bytes(o, o->stores.at[s].value),
-                                        how->host.price);
+        o->fate[s] = KOILA__AGAIN;
+        o->is_read[s] = false;
+        need = o->need[s] < need ? o->need[s] : need;
     }
-    if (!is_again)
-        return;
+    o->any = true;
     o->is_again[k] = true;
     o->again[o->n_again++] = k;
     o->chosen_work += m->work;
-    want_inputs(o, k);
+    want_inputs(o, k, need);
 }
 
-/* What runs again reads what stays, and begins with it. */
-static void read_again(koila__outline *o)
-{
-    memcpy(o->is_late, o->is_late0, o->stores.n * sizeof *o->is_late);
-    memset(o->is_start, 0, o->stores.n * sizeof *o->is_start);
-    for (uint32_t i = 0; i < o->n_again; i++) {
-        const maker *m = &o->makers.at[o->again[i]];
-        const edge *const end = o->edges.at + m->first_edge + m->n_edges;
-        for (const edge *x = o->edges.at + m->first_edge; x < end; x++) {
-            o->is_read[x->store] |= o->fate[x->store] == KOILA__STAYS;
-            o->is_late[x->store] = o->is_start[x->store] = true;
-        }
-    }
-}
-
-/* A call whose results only later calls of the forward pass would need, and these run again, does
- * not run there. */
+/* What runs again reads what stays. A call whose results only later calls of the forward pass would
+ * need, and these run again, does not run there. */
 static void find_first(koila__outline *o)
 {
     bool *const is_read = o->is_read;
@@ -230,10 +222,15 @@ static void find_first(koila__outline *o)
         const maker *m = &o->makers.at[k];
         const edge *const end = o->edges.at + m->first_edge + m->n_edges;
         const koila_node sure = m->is_sure ? m->node : KOILA_NONE;
-        bool is_first = false;
-        for (const bool *r = is_read + m->first_store, *to = r + m->n_stores; r < to; r++)
-            is_first |= *r;
+        uint32_t s = m->first_store;
+        const uint32_t last_store = s + m->n_stores - 1; /* most make one */
+        while (s < last_store && !is_read[s])
+            s++;
+        const bool is_first = is_read[s];
         o->is_first[k] = is_first;
+        if (o->is_again[k])
+            for (const edge *x = o->edges.at + m->first_edge; x < end; x++)
+                is_read[x->store] |= o->fate[x->store] == KOILA__STAYS;
         if (!is_first) {
             o->chosen_work -= m->needed_work;
             continue;
@@ -252,7 +249,11 @@ static bool choose(koila__outline *o, const koila__recompute *how)
     const uint32_t S = o->stores.n;
     cut(o, how->n_segments);
     memset(o->fate, KOILA__STAYS, S * sizeof *o->fate);
-    memset(o->may_wait, 0, S * sizeof *o->may_wait);
+    memcpy(o->is_late, o->is_late0, S * sizeof *o->is_late);
+    memset(o->is_start, 0, S * sizeof *o->is_start);
+    koila_assert(o->uses_host || !how->n_offloaded);
+    if (o->uses_host)
+        memset(o->may_wait, 0, S * sizeof *o->may_wait);
     memset(o->is_again, 0, o->makers.n * sizeof *o->is_again);
     memcpy(o->ask, o->ask0, S * sizeof *o->ask);
     memcpy(o->need, o->need0, S * sizeof *o->need);
@@ -266,7 +267,6 @@ static bool choose(koila__outline *o, const koila__recompute *how)
             decide(o, o->maker_of[s], how);
             s = o->makers.at[o->maker_of[s]].first_store;
         }
-    read_again(o);
     find_first(o);
     return o->any;
 }

@@ -128,10 +128,13 @@ struct koila__outline {
     uint8_t *runs; /* [node] RUNS_FIRST, RUNS_AGAIN: see koila__outline_work_of_all() */
 
     /* the bound */
-    uint64_t floor;     /* of all choices */
-    uint64_t most;      /* of the step as recorded */
-    moment *moments0;   /* [node] of what is made after `at` */
-    moment *moments;    /* [node] with what the choice adds */
+    uint64_t floor;   /* of all choices */
+    uint64_t most;    /* of the step as recorded */
+    moment *moments0; /* [node] of what is made after `at` */
+    moment *moments;  /* [node] with what the choice adds */
+    uint64_t *before; /* [node] held before it, of what is made after `at`, and collected */
+    /* the node where the last choice that may not fit held too much; KOILA_NONE: not known */
+    koila_node too_much;
     uint32_t *maker_of; /* [store] */
     counted *counted;   /* [n_counted] */
     uint32_t n_counted;

@@ -603,6 +603,8 @@ static bounded bound_of(const random_graph *r, bool whole, koila__recompute how,
         x.any = koila__outline_choose(o, &how);
         x.bound = koila__outline_bound(o);
         x.floor = koila__outline_floor(o);
+        for (uint32_t i = 0; i < 2 && x.bound; i++) /* also once it knows where too much is held */
+            CHECK(koila__outline_may_fit(o, x.bound) && !koila__outline_may_fit(o, x.bound - 1));
         x.least_work = koila__outline_work(o);
         x.work_of_all = how.n_offloaded ? 0 : koila__outline_work_of_all(o);
     }
