@@ -420,7 +420,7 @@ static koila_status try_way(const koila__planning *q, const koila__way *base, co
 /* What is needed beyond what waits differs by so many-th parts of it; less along another axis,
  * where more segments are tried first; and where a call outside loops decides: the same is there
  * beside it. */
-enum { GAP_PART = 4, GAP_PART_ALONG = 8, GAP_PART_AT_CALL = 32 };
+enum { GAP_PART = 4, GAP_PART_ALONG = 16, GAP_PART_AT_CALL = 32 };
 
 /* May rung x fit, and is that likely? Bounds of several loops are weak, but what is needed beyond
  * what waits differs little between choices: those that were tried tell it. That is not so where
