@@ -126,6 +126,7 @@ typedef struct rung {
     uint32_t choice;         /* of the path */
     uint64_t bound;          /* its peak is no less */
     uint64_t waiting;        /* koila__outline_waiting(); 0: not known */
+    uint64_t gap;            /* it is likely to need so much beyond that; 0: not known */
     double work;             /* nor is its work */
     double work_of_all;      /* nor that, which is more; 0: not known */
     bool is_out;             /* tried, or nothing to try */
@@ -428,7 +429,8 @@ enum { GAP_PART = 4, GAP_PART_ALONG = 16, GAP_PART_AT_CALL = 32 };
 static bool is_likely(const koila__planning *q, const rungs *r, const rung *x)
 {
     const uint64_t budget = q->options->budget_bytes;
-    const bool is_in_gap = r->fits_undropped || (r->gap <= budget && x->waiting <= budget - r->gap);
+    const uint64_t gap = r->gap > x->gap ? r->gap : x->gap;
+    const bool is_in_gap = r->fits_undropped || (gap <= budget && x->waiting <= budget - gap);
     return !x->is_out && x->bound <= budget && (is_in_gap || q->effort->tries_all);
 }
 
@@ -668,6 +670,14 @@ static koila_status drop(koila__planning *q, const koila__way *way, rung *r, koi
     return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
 }
 
+/* What is likely there of one of so many segments, where at least way->peak is with nothing
+ * dropped. */
+static uint64_t bytes_of_segment(const rungs *r, const koila__way *way, uint32_t n_segments)
+{
+    const uint64_t results = koila__outline_results(r->usual);
+    return way->peak > results ? (way->peak - results) / n_segments / 4 * 3 : 0;
+}
+
 /* More segments leave more and run less again, down to where one segment holds too much. Bounds are
  * those of slices of one entry, so of any. */
 static koila_status make_rungs_along(const koila__planning *q, const koila__way *way,
@@ -692,6 +702,8 @@ static koila_status make_rungs_along(const koila__planning *q, const koila__way 
         x.n_segments = n_segments[i];
         KOILA_TRY(add_rung(r, r->usual, x));
     }
+    for (uint32_t i = 0; i < r->all.n && way->is_bound; i++)
+        r->all.at[i].gap = bytes_of_segment(r, way, r->all.at[i].how.n_segments);
     koila__spend(q->effort, KOILA_COST_NS_CHOICE * KOILA_COUNT(n_segments), r->n_nodes);
     return KOILA_OK;
 }
@@ -769,6 +781,21 @@ static bool is_any_enough(const koila__planning *q, const koila__way *way, const
     return koila__is_enough(q, way) || (best->placed && koila__is_enough(q, best));
 }
 
+/* No rung was tried. Where some were left out for what one segment needs, the least of that is told
+ * in place of what `way` needs with nothing dropped: it is too much too. */
+static void tell_least(const koila__planning *q, const rungs *r, koila__way *way)
+{
+    const uint64_t budget = q->options->budget_bytes;
+    for (uint32_t i = 0; i < r->all.n; i++) {
+        const rung *x = &r->all.at[i];
+        const uint64_t needs = x->waiting + x->gap;
+        const bool is_left_out =
+            x->bound <= budget && x->waiting + r->gap <= budget && needs > budget;
+        if (is_left_out && needs < way->peak)
+            way->peak = needs;
+    }
+}
+
 /* *best becomes the rung of the least time, of those that are likely to fit. Where one fits, others
  * are tried until the time for planning is over and two in a row were no better, in a small step
  * all. Where none does, but nearly, the best one is tried with loops apart, unless a call outside
@@ -814,6 +841,8 @@ koila_status koila__drop_along(koila__planning *q, koila_node turn, koila__way *
     koila_status status = make_rungs_along(q, way, turn, &r);
     if (status == KOILA_OK)
         status = climb_along(q, way, &r, &best);
+    if (status == KOILA_OK && !best.placed && way->is_bound)
+        tell_least(q, &r, way);
     if (status == KOILA_OK && best.placed && koila__way_is_better(q, &best, way))
         koila__way_swap(way, &best);
     koila__way_free(&best);

@@ -444,7 +444,7 @@ uint64_t koila__outline_bound(koila__outline *o)
 
 uint64_t koila__outline_floor(const koila__outline *o) { return o->floor; }
 
-/* Is the storage there while node n runs, as far as that is known before all moments are counted? */
+/* Is the storage there while node n runs, as far as that is known before all is counted? */
 static bool is_there(const koila__outline *o, const counted *x, koila_node n)
 {
     const uint8_t fate = o->fate[x->store];
