@@ -220,11 +220,9 @@ static void find_floor(koila__outline *o)
         o->moments[s->first_back].rise += x->n_bytes;
         o->moments[s->last_back].fall += x->n_bytes;
     }
-    uint64_t now = o->collected, peak = now, made = now;
+    uint64_t now = o->collected, peak = now;
     for (koila_node n = 0; n < o->n_nodes; n++) {
         const uint64_t inside = o->workspace && n > o->at ? o->workspace[n] : 0;
-        o->before[n] = made;
-        made += o->moments0[n].rise - (o->moments0[n].fall & BYTES_OF_FALL);
         now += o->moments[n].rise;
         if (now + inside > peak + o->sum_bytes[n]) /* a term of that size may end */
             peak = now + inside - o->sum_bytes[n];
@@ -243,7 +241,6 @@ koila_status koila__outline_count_fixed(koila__outline *o, const koila_value *ta
     TRY_ALLOC(is_result);
     MAKE(moments0, N);
     MAKE_ROOM(moments, N);
-    MAKE_ROOM(before, N);
     MAKE_ROOM(maker_of, S);
     MAKE_ROOM(counted, S);
     MAKE_ROOM(head, N);
@@ -459,10 +456,24 @@ static bool is_there(const koila__outline *o, const counted *x, koila_node n)
            (o->end0[x->store] >= key_of(n) || (n <= o->at && o->is_whole && o->is_start[x->store]));
 }
 
-/* Is more than n_bytes held while node n runs? That is found sooner than all moments. */
-static bool is_too_much_at(const koila__outline *o, koila_node n, uint64_t n_bytes)
+/* Node n is where too much is held. */
+static void note_too_much(koila__outline *o, koila_node n)
 {
-    uint64_t held = o->before[n] + o->moments0[n].rise;
+    if (o->too_much == n)
+        return;
+    o->too_much = n;
+    o->held_there = o->collected + o->moments0[n].rise;
+    for (koila_node k = o->at; k < n; k++)
+        o->held_there += o->moments0[k].rise - (o->moments0[k].fall & BYTES_OF_FALL);
+}
+
+/* Is more than n_bytes held where it was too much? That is found sooner than all moments. */
+static bool is_too_much_there(const koila__outline *o, uint64_t n_bytes)
+{
+    const koila_node n = o->too_much;
+    uint64_t held = o->held_there;
+    if (n == KOILA_NONE)
+        return false;
     for (const counted *x = o->counted; x < o->counted + o->n_counted; x++)
         held += is_there(o, x, n) ? x->n_bytes : 0;
     return held > n_bytes + o->sum_bytes[n]; /* a term of that size may end */
@@ -470,13 +481,13 @@ static bool is_too_much_at(const koila__outline *o, koila_node n, uint64_t n_byt
 
 bool koila__outline_may_fit(koila__outline *o, uint64_t n_bytes)
 {
-    const bool is_known = o->too_much != KOILA_NONE && is_too_much_at(o, o->too_much, n_bytes);
+    const bool is_known = is_too_much_there(o, n_bytes);
     koila_assert(!is_known || koila__outline_bound(o) > n_bytes);
     if (is_known)
         return false;
     const moments m = walk(o, (moments){ .limit = n_bytes });
     if (m.peak > n_bytes)
-        o->too_much = m.end - 1;
+        note_too_much(o, m.end - 1);
     return m.peak <= n_bytes;
 }
 

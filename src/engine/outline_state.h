@@ -132,9 +132,10 @@ struct koila__outline {
     uint64_t most;    /* of the step as recorded */
     moment *moments0; /* [node] of what is made after `at` */
     moment *moments;  /* [node] with what the choice adds */
-    uint64_t *before; /* [node] held before it, of what is made after `at`, and collected */
-    /* the node where the last choice that may not fit held too much; KOILA_NONE: not known */
+    /* the node where the last choice that may not fit held too much; KOILA_NONE: not known; and what
+     * is held there whatever is chosen: of what is made after `at`, and collected */
     koila_node too_much;
+    uint64_t held_there;
     uint32_t *maker_of; /* [store] */
     counted *counted;   /* [n_counted] */
     uint32_t n_counted;
