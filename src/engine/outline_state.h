@@ -132,8 +132,8 @@ struct koila__outline {
     uint64_t most;    /* of the step as recorded */
     moment *moments0; /* [node] of what is made after `at` */
     moment *moments;  /* [node] with what the choice adds */
-    /* the node where the last choice that may not fit held too much; KOILA_NONE: not known; and what
-     * is held there whatever is chosen: of what is made after `at`, and collected */
+    /* the node where the last choice that may not fit held too much, or KOILA_NONE; what is held
+     * there whatever is chosen: collected, and of what is made after `at` */
     koila_node too_much;
     uint64_t held_there;
     uint32_t *maker_of; /* [store] */
