@@ -5,6 +5,7 @@ import copy
 import gc
 import pickle
 import shutil
+import time
 import weakref
 
 import pytest
@@ -452,33 +453,39 @@ def test_a_module_that_compiled_itself_runs_on_slices_from_its_second_lazy_call_
     assert n_compiled[1] == n_compiled[2] == n_compiled[3]
 
 
-def test_a_compiled_module_inside_distributed_data_parallel_runs_on_slices(backend, tmp_path):
-    distributed = torch.distributed
+@pytest.fixture
+def ranks(tmp_path):
+    """A process group of this process. Torch joins gloo's threads with the GIL held, and one of
+    them may still wait for the GIL, to let go of the last collective's tensors: so they rest
+    before."""
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/r", rank=0, world_size=1)
+    yield
+    time.sleep(0.2)
+    torch.distributed.destroy_process_group()
+
+
+def test_a_compiled_module_inside_distributed_data_parallel_runs_on_slices(backend, ranks):
     model = Rows()
     del model.norm  # DistributedDataParallel asks for parameters that are used
     x, y = batch()
     expected = gradients(model, lambda: F.mse_loss(model(x), y))
-    distributed.init_process_group("gloo", f"file://{tmp_path}/ranks", rank=0, world_size=1)
-    try:
-        parallel = nn.parallel.DistributedDataParallel(torch.compile(model, backend=backend))
-        reduced = []
+    parallel = nn.parallel.DistributedDataParallel(torch.compile(model, backend=backend))
+    reduced = []
 
-        def reduce(state, bucket):
-            reduced.append(bucket.buffer().numel())
-            future = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
+    def reduce(state, bucket):
+        reduced.append(bucket.buffer().numel())
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
 
-        parallel.register_comm_hook(None, reduce)
-        for _ in range(2):
-            backend.rows.clear()
-            with koila.micro_batch(5):
-                step = gradients(model, lambda: F.mse_loss(parallel(lazy(x)), y))
-            assert_alike(step, expected)
-            assert backend.rows
-        assert len(reduced) == 2, "once a step, not once a slice"
-    finally:
-        distributed.destroy_process_group()
+    parallel.register_comm_hook(None, reduce)
+    for _ in range(2):
+        backend.rows.clear()
+        with koila.micro_batch(5):
+            step = gradients(model, lambda: F.mse_loss(parallel(lazy(x)), y))
+        assert_alike(step, expected)
+        assert backend.rows
+    assert len(reduced) == 2, "once a step, not once a slice"
 
 
 @pytest.mark.parametrize("by_itself", [False, True])
@@ -573,13 +580,6 @@ def in_a_module(compile, model, x, y):
 
 def around_ddp(compile, model, x, y):
     return compile(nn.parallel.DistributedDataParallel(model))(x, labels=y)["loss"]
-
-
-@pytest.fixture
-def ranks(tmp_path):
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/r", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.about_the_cpu("loops are compiled there alone")
