@@ -267,9 +267,11 @@ def _any_lazy(values: Sequence[Any]) -> bool:
 def _own_layout(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The gradient with the leaf's strides, which AccumulateGrad takes without a copy. It would
     copy any other gradient, at a time when running out of memory can no longer be undone."""
-    if gradient.layout is not torch.strided or gradient.stride() == leaf.stride():
-        return gradient
-    if leaf.grad is not None:
+    if (
+        gradient.layout is not torch.strided
+        or gradient.stride() == leaf.stride()
+        or leaf.grad is not None
+    ):
         return gradient
     if leaf.is_contiguous():
         return gradient if gradient.is_contiguous() else gradient.contiguous()

@@ -278,7 +278,7 @@ class _Own:
     walk. Who shards a module exchanges its parameters."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
+        self.module = module
         # The two belong together, and are set together: other threads read them.
         self._seen: tuple[_Tables, dict[str, torch.Tensor]] = [], {}
 
@@ -290,7 +290,7 @@ class _Own:
     def now(self) -> dict[str, torch.Tensor]:
         named = self.known()
         if named is None:
-            self._seen = _exchanges.parameters_of(self._module)
+            self._seen = _exchanges.parameters_of(self.module)
             named = self._seen[1]
         return named
 
@@ -343,7 +343,6 @@ class _Call:
         self,
         function: Any,
         rebuild: Any,
-        module: torch.nn.Module | None,
         own: _Own | None,
         needed: dict[str, bool],
         shards: list[torch.Tensor],
@@ -351,7 +350,8 @@ class _Call:
         kinds: list[int],
         used: list[set[int]] | None,
     ) -> None:
-        self.function, self.rebuild, self.module, self.own_now = function, rebuild, module, own
+        self.function, self.rebuild, self.own_now = function, rebuild, own
+        self.module = None if own is None else own.module
         self.names, self.needed, self.shards = list(needed), list(needed.values()), shards
         self.differentiated, self.kinds, self.used = differentiated, kinds, used
         self.held = _Held()
@@ -975,8 +975,7 @@ class Runner:
         call = None
         if learned is not None:
             call = _Call(
-                *(self._function, rebuild, self._module, self._own, needed, shards),
-                *(differentiated, *learned),
+                self._function, rebuild, self._own, needed, shards, differentiated, *learned
             )
         if len(self._known) >= _MAX_KNOWN:  # an argument that is another one each time
             self._known.clear()

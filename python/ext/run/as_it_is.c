@@ -154,8 +154,7 @@ static PyMethodDef methods[] = {
       "others?" },
     { "are_own", py_are_own, METH_VARARGS,
       "are_own({name: parameter}, names, parameters, needed, torch.nn.Parameter): are they the "
-      "same "
-      "parameters, which need gradients as told, and that nobody watches?" },
+      "same parameters, which need gradients as told, and that nobody watches?" },
     { "n_values", py_n_values, METH_O,
       "n_values({key: [value, ...]}): how many values are in these lists?" },
     { "are_alone", py_are_alone, METH_VARARGS,
