@@ -342,12 +342,13 @@ bool koila_meta_is_dense(const koila_meta_info *m)
 
 /* ---- signatures */
 
+/* The kind goes with the number: one pass for both. */
 static uint64_t hash_token(uint64_t h, const koila_arg *a)
 {
-    h = koila__mix(h, a->kind);
+    h += (uint64_t)a->kind << 56;
     switch ((koila_arg_kind)a->kind) {
     case KOILA_ARG_ABSENT:
-        return h;
+        return koila__mix(h, 0);
     case KOILA_ARG_LIST:
         return koila__mix(h, a->n);
     case KOILA_ARG_INT:
