@@ -138,6 +138,8 @@ typedef struct rungs {
     koila__arena arena; /* of the paths: gone when one is taken */
     VEC(rung) all;
     koila__outline *usual, *host;
+    uint64_t budget;
+    uint64_t told;    /* of a rung that needs more, it does not matter how much */
     bool in_any_case; /* they are made also where none fits, for their bounds */
     uint64_t limit;   /* choices of paths that are bound to need more are not tried */
     uint64_t part;    /* of a bound, by which the next limit is lower */
@@ -160,6 +162,8 @@ static rungs no_rungs(const koila__planning *q, const koila__way *base)
     rungs r = { .mem = q->plan->mem,
                 .limit = UINT64_MAX,
                 .part = 512,
+                .budget = q->options->budget_bytes,
+                .told = q->options->budget_bytes,
                 .effort = q->effort,
                 .n_nodes = base->placed->graph->nodes.n };
     koila__arena_init(&r.arena, &q->plan->mem);
@@ -174,24 +178,61 @@ static void free_rungs(rungs *r)
     koila__arena_deinit(&r->arena);
 }
 
-static koila_status add_rung(rungs *r, koila__outline *outline, koila__recompute how)
+/* No rung of r needs less. */
+static uint64_t least_of(const rungs *r)
+{
+    uint64_t least = UINT64_MAX;
+    for (uint32_t i = 0; i < r->all.n; i++)
+        least = r->all.at[i].bound < least ? r->all.at[i].bound : least;
+    return least;
+}
+
+/* Has the step so few calls that it takes the time to refine each way? */
+static bool is_small_step(const rungs *r)
+{
+    return koila__outline_n_makers(r->usual) <= KOILA_COST_SMALL_STEP;
+}
+
+/* A rung in which more than `most_waiting` waits is left out. A bound is exact where it is told,
+ * and within the budget or the least so far: nothing else is asked of it. */
+static koila_status add_rung(rungs *r, koila__outline *outline, koila__recompute how,
+                             uint64_t most_waiting)
 {
     rung x = { .how = how, .outline = outline };
+    const uint64_t least = least_of(r);
+    const uint64_t asked = least > r->budget ? least : r->budget;
+    const uint64_t limit = asked < r->told ? asked : r->told;
     if (!koila__outline_choose(outline, &how))
         return KOILA_OK;
-    x.bound = koila__outline_bound(outline);
     x.waiting = koila__outline_waiting(outline);
+    if (x.waiting > most_waiting)
+        return KOILA_OK;
+    x.bound = koila__outline_bound_up_to(outline, limit);
     x.work = koila__outline_work(outline);
     return koila__vec_push(&r->mem, &r->all, x) ? KOILA_OK : KOILA_NO_MEMORY;
 }
 
+/* Nothing is lost with a path whose choices cannot fit. But their bounds may be asked for; and
+ * before the time for planning is over looks count as time, on which it depends what is compared
+ * later. What waits is asked of paths of one choice only. */
+static koila__path_limits limits_of_path(const rungs *r, koila__direction direction)
+{
+    const bool is_all = r->in_any_case || is_small_step(r) || !koila__is_spent(r->effort);
+    const uint64_t most = is_all ? UINT64_MAX : r->budget;
+    const bool is_one = direction == KOILA__FILLS;
+    return (koila__path_limits){ .fills = r->budget,
+                                 .bound = is_one ? UINT64_MAX : most,
+                                 .waiting = is_one ? most : UINT64_MAX };
+}
+
 /* The choices of a path from what was chosen last become rungs. */
-static koila_status add_path(rungs *r, koila_node at, koila__direction direction, uint64_t until)
+static koila_status add_path(rungs *r, koila_node at, koila__direction direction,
+                             koila__path_limits limits)
 {
     koila__path *path = koila__arena_alloc(&r->arena, sizeof *path);
     if (!path)
         return KOILA_NO_MEMORY;
-    KOILA_TRY(koila__path_make(r->usual, direction, until, &r->arena, path));
+    KOILA_TRY(koila__path_make(r->usual, direction, limits, &r->arena, path));
     koila__spend(r->effort, KOILA_COST_NS_CHOICE * path->n_looks, r->n_nodes);
     const uint64_t waiting = path->n == 1 ? koila__outline_waiting(r->usual) : 0; /* chosen last */
     if (!koila__vec_reserve(&r->mem, &r->all, path->n))
@@ -232,14 +273,17 @@ static koila_status add_fills(const koila__planning *q, rungs *r, koila_node at)
     const uint64_t budget = q->options->budget_bytes;
     const uint32_t n = r->all.n;
     const uint32_t most = is_compared(q) ? 1 : MOST_FILLED;
+    const koila__path_limits limits = limits_of_path(r, KOILA__FILLS);
+    /* from where all is dropped it is made in any case: no rung may be within the budget yet */
+    const koila__path_limits none = { budget, UINT64_MAX, UINT64_MAX };
     memset(koila__outline_spared(r->usual), 0, koila__outline_n_makers(r->usual));
     if (koila__outline_choose_makers(r->usual))
-        KOILA_TRY(add_path(r, at, KOILA__FILLS, budget));
+        KOILA_TRY(add_path(r, at, KOILA__FILLS, none));
     const rung *x = next_to_fill(r, n, is_seen, budget);
     for (uint32_t i = 0; i < most && x; i++, x = next_to_fill(r, n, is_seen, budget)) {
         is_seen[x - r->all.at] = true;
         koila__outline_choose(r->usual, &x->how);
-        KOILA_TRY(add_path(r, at, KOILA__FILLS, budget)); /* moves the rungs */
+        KOILA_TRY(add_path(r, at, KOILA__FILLS, limits)); /* moves the rungs */
     }
     return KOILA_OK;
 }
@@ -249,24 +293,16 @@ static koila_status add_path_of_rung(rungs *r, koila_node at, uint32_t i,
                                      koila__direction direction)
 {
     koila__outline_choose(r->usual, &r->all.at[i].how);
-    return add_path(r, at, direction, UINT64_MAX);
+    return add_path(r, at, direction, limits_of_path(r, direction));
 }
 
 /* A path from where all is dropped, or back. */
 static koila_status add_path_of_all(rungs *r, koila_node at, koila__direction direction)
 {
     memset(koila__outline_spared(r->usual), 0, koila__outline_n_makers(r->usual));
-    return koila__outline_choose_makers(r->usual) ? add_path(r, at, direction, UINT64_MAX)
-                                                  : KOILA_OK;
-}
-
-/* No rung of r needs less. */
-static uint64_t least_of(const rungs *r)
-{
-    uint64_t least = UINT64_MAX;
-    for (uint32_t i = 0; i < r->all.n; i++)
-        least = r->all.at[i].bound < least ? r->all.at[i].bound : least;
-    return least;
+    if (!koila__outline_choose_makers(r->usual))
+        return KOILA_OK;
+    return add_path(r, at, direction, limits_of_path(r, direction));
 }
 
 /* Might another choice fit, if one needs so much? */
@@ -306,7 +342,7 @@ static koila_status add_few_choices(const koila__planning *q, rungs *r, koila_no
 static koila_status add_choices(const koila__planning *q, rungs *r, koila_node at)
 {
     const uint64_t budget = q->options->budget_bytes;
-    const bool is_small = koila__outline_n_makers(r->usual) <= KOILA_COST_SMALL_STEP;
+    const bool is_small = is_small_step(r);
     const uint32_t n = r->all.n;
     if (is_compared(q) && koila__is_spent(q->effort))
         return KOILA_OK;
@@ -330,6 +366,19 @@ static koila_status add_choices(const koila__planning *q, rungs *r, koila_node a
     return KOILA_OK;
 }
 
+/* Bounds are compared with the budget, and with some times of it. Where they are asked for, all are
+ * told. */
+static uint64_t most_told(const rungs *r)
+{
+    const uint64_t results = koila__outline_results(r->usual);
+    const double left_to_axes = KOILA_COST_LEFT_TO_AXES * (double)r->budget;
+    if (r->in_any_case || r->budget > UINT64_MAX / 4)
+        return UINT64_MAX;
+    const uint64_t free = r->budget > results ? r->budget - results : 0;
+    const uint64_t hopeless = results + KOILA_COST_HOPELESS * (free + 1);
+    return hopeless > (uint64_t)left_to_axes ? hopeless : (uint64_t)left_to_axes + 1;
+}
+
 static koila_status make_rungs(const koila__planning *q, const koila__way *base, koila_node at,
                                rungs *r)
 {
@@ -344,10 +393,11 @@ static koila_status make_rungs(const koila__planning *q, const koila__way *base,
     if (!r->in_any_case && koila__outline_floor(r->usual) > o->budget_bytes)
         return KOILA_OK;
     KOILA_TRY(koila__outline_begin(r->usual));
+    r->told = most_told(r);
     for (size_t i = 0; i < KOILA_COUNT(ladder); i++) {
         koila__recompute x = ladder[i];
         x.at = at;
-        KOILA_TRY(add_rung(r, r->usual, x));
+        KOILA_TRY(add_rung(r, r->usual, x, UINT64_MAX));
     }
     koila__spend(q->effort, KOILA_COST_NS_CHOICE * KOILA_COUNT(ladder), r->n_nodes);
     KOILA_TRY(add_choices(q, r, at));
@@ -363,7 +413,7 @@ static koila_status make_rungs(const koila__planning *q, const koila__way *base,
         x.host = (koila__host){ .n_bytes = o->host_bytes,
                                 .price = o->host_price,
                                 .device = o->host_device };
-        KOILA_TRY(add_rung(r, r->host, x));
+        KOILA_TRY(add_rung(r, r->host, x, UINT64_MAX));
     }
     return KOILA_OK;
 }
@@ -423,15 +473,18 @@ static koila_status try_way(const koila__planning *q, const koila__way *base, co
  * beside it. */
 enum { GAP_PART = 4, GAP_PART_ALONG = 16, GAP_PART_AT_CALL = 32 };
 
-/* May rung x fit, and is that likely? Bounds of several loops are weak, but what is needed beyond
- * what waits differs little between choices: those that were tried tell it. That is not so where
- * the step fits as it is, by loops that compute all again: then little need wait for them. */
-static bool is_likely(const koila__planning *q, const rungs *r, const rung *x)
+/* Does it depend on what waits whether a rung is likely to fit? Bounds of several loops are weak,
+ * but what is needed beyond what waits differs little between choices: those that were tried tell
+ * it. That is not so where the step fits as it is, by loops that compute all again: then little
+ * need wait for them. */
+static bool asks_for_gap(const rungs *r) { return !r->fits_undropped && !r->effort->tries_all; }
+
+/* May rung x fit, and is that likely? */
+static bool is_likely(const rungs *r, const rung *x)
 {
-    const uint64_t budget = q->options->budget_bytes;
     const uint64_t gap = r->gap > x->gap ? r->gap : x->gap;
-    const bool is_in_gap = r->fits_undropped || (gap <= budget && x->waiting <= budget - gap);
-    return !x->is_out && x->bound <= budget && (is_in_gap || q->effort->tries_all);
+    const bool is_in_gap = gap <= r->budget && x->waiting <= r->budget - gap;
+    return !x->is_out && x->bound <= r->budget && (is_in_gap || !asks_for_gap(r));
 }
 
 /* Rung x needs so much, and does not fit. Others may need a part of it less beyond what waits. */
@@ -444,7 +497,7 @@ static void learn_gap(rungs *r, const rung *x, uint64_t needs, uint64_t part)
 /* Is rung x one of those that are tried, as far as its bytes go? */
 static bool may_be_tried(const koila__planning *q, const rungs *r, const rung *x)
 {
-    return is_likely(q, r, x) && (!x->path || x->bound <= r->limit);
+    return is_likely(r, x) && (!x->path || x->bound <= r->limit);
 }
 
 /* The rung of the least work that may fit, or NULL. */
@@ -519,8 +572,7 @@ static koila_status drop_up_to(const koila__planning *q, const koila__way *base,
         const uint64_t least = r.all.n ? least_of(&r) : 0;
         if (bound)
             *bound = least;
-        *is_small = koila__outline_n_makers(r.usual) <= KOILA_COST_SMALL_STEP &&
-                    !koila__outline_is_hopeless(r.usual, least, budget);
+        *is_small = is_small_step(&r) && !koila__outline_is_hopeless(r.usual, least, budget);
         status = climb(q, base, &r, best);
     }
     free_rungs(&r);
@@ -678,6 +730,15 @@ static uint64_t bytes_of_segment(const rungs *r, const koila__way *way, uint32_t
     return way->peak > results ? (way->peak - results) / n_segments / 4 * 3 : 0;
 }
 
+/* What is needed beyond what waits, as far as that is known before anything is tried: the results,
+ * or what calls outside loops hold, which is nearly the same with less kept. */
+static void begin_gap(const koila__way *way, rungs *r)
+{
+    r->gap = koila__outline_results(r->usual);
+    if (!is_small_step(r) && way->is_bound && way->of_calls > r->gap)
+        r->gap = way->of_calls;
+}
+
 /* More segments leave more and run less again, down to where one segment holds too much. Bounds are
  * those of slices of one entry, so of any. */
 static koila_status make_rungs_along(const koila__planning *q, const koila__way *way,
@@ -695,16 +756,20 @@ static koila_status make_rungs_along(const koila__planning *q, const koila__way 
     KOILA_TRY(
         koila__outline_new(&r->usual, way->placed, way->targets, q->n_targets, x.at, &how, q->mem));
     koila__spend(q->effort, KOILA_COST_NS_OUTLINE, r->n_nodes);
-    if (koila__outline_floor(r->usual) > q->options->budget_bytes)
+    if (koila__outline_floor(r->usual) > r->budget)
+        return KOILA_OK;
+    koila__spend(q->effort, KOILA_COST_NS_CHOICE * KOILA_COUNT(n_segments), r->n_nodes);
+    begin_gap(way, r);
+    const bool asks_gap = asks_for_gap(r);
+    if (asks_gap && r->gap > r->budget)
         return KOILA_OK;
     KOILA_TRY(koila__outline_begin(r->usual));
     for (size_t i = 0; i < KOILA_COUNT(n_segments); i++) {
         x.n_segments = n_segments[i];
-        KOILA_TRY(add_rung(r, r->usual, x));
+        KOILA_TRY(add_rung(r, r->usual, x, asks_gap ? r->budget - r->gap : UINT64_MAX));
     }
     for (uint32_t i = 0; i < r->all.n && way->is_bound; i++)
         r->all.at[i].gap = bytes_of_segment(r, way, r->all.at[i].how.n_segments);
-    koila__spend(q->effort, KOILA_COST_NS_CHOICE * KOILA_COUNT(n_segments), r->n_nodes);
     return KOILA_OK;
 }
 
@@ -753,7 +818,7 @@ static koila_status try_along(koila__planning *q, const koila__way *way, rung *x
 static rung *next_along(const koila__planning *q, rungs *r)
 {
     for (uint32_t i = 0; i < r->all.n; i++)
-        if (is_likely(q, r, &r->all.at[i]))
+        if (is_likely(r, &r->all.at[i]))
             return &r->all.at[i];
     return NULL;
 }
@@ -803,15 +868,11 @@ static void tell_least(const koila__planning *q, const rungs *r, koila__way *way
 static koila_status climb_along(koila__planning *q, const koila__way *way, rungs *r,
                                 koila__way *best)
 {
-    const bool is_small = koila__outline_n_makers(r->usual) <= KOILA_COST_SMALL_STEP;
+    const bool is_small = is_small_step(r);
     uint32_t n_in_a_row = 0;
     outcome came;
     rung *taken = NULL;
     bool is_at_call = false; /* of the one taken */
-    r->gap = koila__outline_results(r->usual);
-    r->fits_undropped = koila__way_fits(q, way);
-    if (!is_small && way->is_bound && way->of_calls > r->gap) /* nearly the same with less kept */
-        r->gap = way->of_calls;
     for (rung *x = next_along(q, r); x; x = next_along(q, r)) {
         const bool fits = best->placed && koila__way_fits(q, best);
         const bool is_late = !is_small && koila__is_spent(q->effort) && n_in_a_row >= 2;
@@ -832,12 +893,22 @@ static koila_status climb_along(koila__planning *q, const koila__way *way, rungs
     return KOILA_OK;
 }
 
+/* Do the results need more than the budget? Then nothing is likely to fit. Only once the time for
+ * planning is over, as in limits_of_path(): an outline counts as time. */
+static bool are_results_too_much(const rungs *r, const koila__way *way)
+{
+    return asks_for_gap(r) && koila__is_spent(r->effort) && way->results > r->budget;
+}
+
 /* `way` needs too much with all that its loops hold. So results of the forward pass are dropped and
  * computed again, barriers included, where that is better. */
 koila_status koila__drop_along(koila__planning *q, koila_node turn, koila__way *way)
 {
     koila__way best = { 0 };
     rungs r = no_rungs(q, way);
+    r.fits_undropped = koila__way_fits(q, way);
+    if (are_results_too_much(&r, way)) /* nothing is made yet */
+        return KOILA_OK;
     koila_status status = make_rungs_along(q, way, turn, &r);
     if (status == KOILA_OK)
         status = climb_along(q, way, &r, &best);

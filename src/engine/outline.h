@@ -83,11 +83,21 @@ bool koila__outline_choose_makers(koila__outline *o);
 uint64_t koila__outline_floor(const koila__outline *o);
 /* Of what was chosen last: a lower bound of the peak of its schedule, in the options' rows. */
 uint64_t koila__outline_bound(koila__outline *o);
-/* Is that no more than n_bytes? */
+/* The same where it is at most `limit`; else some number above that, which is found sooner. */
+uint64_t koila__outline_bound_up_to(koila__outline *o, uint64_t limit);
+/* Is it no more than n_bytes? */
 bool koila__outline_may_fit(koila__outline *o, uint64_t n_bytes);
+/* False: no choice of makers that spares what is spared now, and maybe more, needs as little as
+ * n_bytes. That is found sooner than what a choice needs. Not of an outline with host memory. */
+bool koila__outline_may_spare(koila__outline *o, uint64_t n_bytes);
+/* The same, found much sooner: as far as the node tells where too much was held last. */
+bool koila__outline_may_spare_there(const koila__outline *o, uint64_t n_bytes);
 /* Bytes of the storages that stay and that the backward pass, or what runs again, reads: in a
  * slice, or, where loops lie between, in all rows what is worth keeping. */
 uint64_t koila__outline_waiting(const koila__outline *o);
+/* No less waits in any choice of makers that spares what is spared now, and maybe more. What was
+ * chosen last says where to look for it. */
+uint64_t koila__outline_waiting_at_least(koila__outline *o);
 /* Bytes of the results of the step. */
 uint64_t koila__outline_results(const koila__outline *o);
 /* Does so much exceed the budget by far, beyond the results of the step? */

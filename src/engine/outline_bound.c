@@ -195,40 +195,47 @@ static void find_counted_stores(koila__outline *o)
         for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++) {
             const store *x = &o->stores.at[s];
             o->maker_of[s] = k;
-            if (x->n_bytes)
-                o->counted[o->n_counted++] = (counted){ .n_bytes = x->n_bytes,
-                                                        .store = s,
-                                                        .maker = k,
-                                                        .made = x->made,
-                                                        .begin = x->made + x->is_write,
-                                                        .to_end = o->is_whole && x->is_result,
-                                                        .is_sure = x->is_sure };
+            if (!x->n_bytes)
+                continue;
+            const bool is_back = x->last_back != KOILA_NONE && x->last_back >= x->first_back;
+            o->counted[o->n_counted++] = (counted){ .n_bytes = x->n_bytes,
+                                                    .store = s,
+                                                    .maker = k,
+                                                    .made = x->made,
+                                                    .begin = x->made + x->is_write,
+                                                    .first_back = x->first_back,
+                                                    .end_back = is_back ? x->last_back + 1 : 0,
+                                                    .to_end = o->is_whole && x->is_result,
+                                                    .is_sure = x->is_sure };
         }
     }
 }
 
-/* Whatever is chosen, a storage of the forward pass is there from the first node of the backward
- * pass that reads it to the last one that surely does: it stayed, was made again for the first one,
- * or came back for it. */
-static void find_floor(koila__outline *o)
+/* What is held at least, whatever is chosen among what is not spared; if that exceeds the limit,
+ * some number above that, and *where: the node where it does. stays[makers]: they are spared; NULL:
+ * none is. A storage of the forward pass is there from the first node of the backward pass that
+ * reads it to the last one that surely does: it stayed, was made again for the first one, or came
+ * back for it. Where its maker is spared it stays, so it is there since it was made. */
+static uint64_t held_at_least(koila__outline *o, const bool *stays, uint64_t limit,
+                              koila_node *where)
 {
     memcpy(o->moments, o->moments0, ((size_t)o->n_nodes + 1) * sizeof *o->moments);
     for (const counted *x = o->counted; x < o->counted + o->n_counted; x++) {
-        const store *s = &o->stores.at[x->store];
-        if (s->last_back == KOILA_NONE || s->last_back < s->first_back)
+        if (!x->end_back)
             continue;
-        o->moments[s->first_back].rise += x->n_bytes;
-        o->moments[s->last_back].fall += x->n_bytes;
+        o->moments[stays && stays[x->maker] ? x->begin : x->first_back].rise += x->n_bytes;
+        o->moments[x->end_back - 1].fall += x->n_bytes;
     }
     uint64_t now = o->collected, peak = now;
-    for (koila_node n = 0; n < o->n_nodes; n++) {
+    for (koila_node n = 0; n < o->n_nodes && peak <= limit; n++) {
         const uint64_t inside = o->workspace && n > o->at ? o->workspace[n] : 0;
         now += o->moments[n].rise;
         if (now + inside > peak + o->sum_bytes[n]) /* a term of that size may end */
             peak = now + inside - o->sum_bytes[n];
         now -= o->moments[n].fall & BYTES_OF_FALL;
+        *where = n;
     }
-    o->floor = peak;
+    return peak;
 }
 
 koila_status koila__outline_count_fixed(koila__outline *o, const koila_value *targets,
@@ -260,7 +267,8 @@ koila_status koila__outline_count_fixed(koila__outline *o, const koila_value *ta
     count_results(o, targets, n_targets, is_result);
     KOILA_TRY(count_backward(o, is_result));
     hold_whole(o, is_result);
-    find_floor(o);
+    koila_node where;
+    o->floor = held_at_least(o, NULL, UINT64_MAX, &where);
     return KOILA_OK;
 }
 
@@ -476,19 +484,56 @@ static bool is_too_much_there(const koila__outline *o, uint64_t n_bytes)
         return false;
     for (const counted *x = o->counted; x < o->counted + o->n_counted; x++)
         held += is_there(o, x, n) ? x->n_bytes : 0;
-    return held > n_bytes + o->sum_bytes[n]; /* a term of that size may end */
+    held -= held < o->sum_bytes[n] ? held : o->sum_bytes[n]; /* a term of that size may end */
+    return held > n_bytes;
+}
+
+/* Is the storage there while node n runs, whatever is chosen among what is not spared? As in
+ * held_at_least(). */
+static bool is_there_at_least(const koila__outline *o, const counted *x, koila_node n)
+{
+    return n < x->end_back && n >= (o->is_spared[x->maker] ? x->begin : x->first_back);
+}
+
+bool koila__outline_may_spare_there(const koila__outline *o, uint64_t n_bytes)
+{
+    const koila_node n = o->too_much;
+    uint64_t held = o->held_there;
+    koila_assert(!o->uses_host); /* what is spared may wait there */
+    if (n == KOILA_NONE)
+        return true;
+    for (const counted *x = o->counted; x < o->counted + o->n_counted; x++)
+        held += is_there_at_least(o, x, n) ? x->n_bytes : 0;
+    held -= held < o->sum_bytes[n] ? held : o->sum_bytes[n]; /* a term of that size may end */
+    return held <= n_bytes;
+}
+
+bool koila__outline_may_spare(koila__outline *o, uint64_t n_bytes)
+{
+    koila_node where = KOILA_NONE;
+    koila_assert(!o->uses_host);
+    if (held_at_least(o, o->is_spared, n_bytes, &where) <= n_bytes)
+        return true;
+    if (where != KOILA_NONE)
+        note_too_much(o, where);
+    return false;
+}
+
+uint64_t koila__outline_bound_up_to(koila__outline *o, uint64_t limit)
+{
+    const bool is_known = is_too_much_there(o, limit);
+    koila_assert(!is_known || koila__outline_bound(o) > limit);
+    if (is_known)
+        return limit + 1;
+    const moments m = walk(o, (moments){ .limit = limit });
+    if (m.peak > limit)
+        note_too_much(o, m.end - 1);
+    return m.peak;
 }
 
 bool koila__outline_may_fit(koila__outline *o, uint64_t n_bytes)
 {
-    const bool is_known = is_too_much_there(o, n_bytes);
-    koila_assert(!is_known || koila__outline_bound(o) > n_bytes);
-    if (is_known)
-        return false;
-    const moments m = walk(o, (moments){ .limit = n_bytes });
-    if (m.peak > n_bytes)
-        note_too_much(o, m.end - 1);
-    return m.peak <= n_bytes;
+    return koila__outline_bound_up_to(o, n_bytes) <= n_bytes;
 }
 
 bool koila__outline_is_hopeless(const koila__outline *o, uint64_t bound, uint64_t budget)

@@ -287,8 +287,8 @@ bool *koila__outline_spared(koila__outline *o) { return o->is_spared; }
 bool koila__outline_is_again(const koila__outline *o, uint32_t k) { return o->is_again[k]; }
 
 /* Bytes of storage s of maker m where it waits for its last reader. Between loops it waits in all
- * rows, unless a loop makes it again. */
-static uint64_t waiting_bytes(const koila__outline *o, const maker *m, uint32_t s)
+ * rows, unless a loop makes it again: not where a call that runs again begins with it. */
+static uint64_t waiting_bytes(const koila__outline *o, const maker *m, uint32_t s, bool is_start)
 {
     const koila_value v = o->stores.at[s].value;
     const koila_placement p = o->p->value[v];
@@ -298,7 +298,7 @@ static uint64_t waiting_bytes(const koila__outline *o, const maker *m, uint32_t 
     if (p.kind != KOILA_S)
         return n_bytes;
     if (o->options.n_loops > KOILA__FEW_LOOPS)
-        return m->is_expensive || o->is_start[s] ? n_bytes : 0;
+        return m->is_expensive || is_start ? n_bytes : 0;
     return n_bytes / (uint64_t)o->g->axes.at[p.axis] * (uint64_t)o->options.rows[p.axis];
 }
 
@@ -309,7 +309,54 @@ uint64_t koila__outline_waiting(const koila__outline *o)
         const maker *m = &o->makers.at[k];
         for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++)
             if (o->fate[s] == KOILA__STAYS && o->is_late[s])
-                sum += waiting_bytes(o, m, s);
+                sum += waiting_bytes(o, m, s, o->is_start[s]);
+    }
+    return sum;
+}
+
+/* Storage s stays, and waits for maker k, which runs again. If k is spared, a result of it that the
+ * backward pass reads waits instead. Each is taken for one storage only. */
+static uint64_t waiting_in_any_case(koila__outline *o, uint32_t s, uint32_t k)
+{
+    const maker *m = &o->makers.at[k];
+    const maker *made = &o->makers.at[o->maker_of[s]];
+    uint64_t most = 0;
+    uint32_t best = KOILA_NONE;
+    for (uint32_t y = m->first_store; y < m->first_store + m->n_stores; y++) {
+        const uint64_t n_bytes = o->is_late0[y] ? waiting_bytes(o, m, y, false) : 0;
+        if (o->is_taken[y] || n_bytes <= most)
+            continue;
+        most = n_bytes;
+        best = y;
+    }
+    if (best == KOILA_NONE)
+        return 0;
+    o->is_taken[best] = o->is_taken[s] = true;
+    const uint64_t own = waiting_bytes(o, made, s, true);
+    return own < most ? own : most;
+}
+
+/* What a spared maker makes stays. It waits where the backward pass reads it, or a call that runs
+ * again. */
+uint64_t koila__outline_waiting_at_least(koila__outline *o)
+{
+    uint64_t sum = 0;
+    memset(o->is_taken, 0, o->stores.n * sizeof *o->is_taken);
+    for (uint32_t k = 0; k < o->makers.n; k++) {
+        const maker *m = &o->makers.at[k];
+        for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++)
+            if (o->is_spared[k] && o->is_late0[s]) {
+                o->is_taken[s] = true;
+                sum += waiting_bytes(o, m, s, false);
+            }
+    }
+    for (uint32_t i = 0; i < o->n_again; i++) {
+        const maker *m = &o->makers.at[o->again[i]];
+        for (uint32_t e = m->first_edge; e < m->first_edge + m->n_edges; e++) {
+            const uint32_t s = o->edges.at[e].store;
+            if (o->is_spared[o->maker_of[s]] && !o->is_taken[s])
+                sum += waiting_in_any_case(o, s, o->again[i]);
+        }
     }
     return sum;
 }
@@ -376,6 +423,7 @@ koila_status koila__outline_begin_choice(koila__outline *o)
     MAKE(is_read, S);
     MAKE(is_late, S);
     MAKE(is_start, S);
+    MAKE_ROOM(is_taken, S);
     MAKE(last, S);
     MAKE(ask0, S);
     MAKE(is_late0, S);

@@ -57,6 +57,9 @@ typedef struct counted {
     uint64_t n_bytes;
     uint32_t store, maker;
     koila_node made, begin; /* it counts from `begin` on */
+    /* the first node after `at` that reads it, and the one behind the last that surely does; 0:
+     * none does */
+    koila_node first_back, end_back;
     bool to_end, is_sure;
 } counted;
 
@@ -123,6 +126,7 @@ struct koila__outline {
     bool *is_read;    /* [store] by what runs in the forward pass, or what runs again */
     bool *is_late;    /* [store] by the backward pass, or what runs again */
     bool *is_start;   /* [store] by what runs again */
+    bool *is_taken;   /* [store] room: it is counted */
     koila_node *last; /* [store] the last node up to `at` that surely reads it, or KOILA_NONE */
     double chosen_work;
     uint8_t *runs; /* [node] RUNS_FIRST, RUNS_AGAIN: see koila__outline_work_of_all() */

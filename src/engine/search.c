@@ -556,8 +556,9 @@ static koila_status choose(search *x)
 {
     const koila_plan_options *o = x->q->options;
     const bool forced = o->rows > 0;
-    const bool results_fit =
-        forced || koila__scheduler_results_bytes(x->scheduler) <= o->budget_bytes;
+    if (!forced)
+        x->found.results = koila__scheduler_results_bytes(x->scheduler);
+    const bool results_fit = x->found.results <= o->budget_bytes;
     if (x->q->is_lazy && !results_fit && koila__scheduler_n_loops(x->scheduler) > 1)
         return take_bound(x);
     if (koila__is_frugal(o) || !results_fit) {

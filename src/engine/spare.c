@@ -46,6 +46,8 @@ typedef struct walk {
     bool *is_spared; /* [makers of o] its own */
     group *groups;
     uint32_t n_groups;
+    koila__path_limits limits;
+    bool learns; /* what does not fit does not for what is spared alone, so far */
     koila__path *path;
 } walk;
 
@@ -155,33 +157,42 @@ static void walk_all(walk *w)
     }
 }
 
+/* May what is spared now fit? If not for that alone, it is known where, and others like it are told
+ * sooner. */
+static bool fits_now(walk *w)
+{
+    koila__outline_choose_makers(w->o);
+    if (koila__outline_may_fit(w->o, w->limits.fills))
+        return true;
+    w->learns = w->learns && !koila__outline_may_spare(w->o, w->limits.fills);
+    return false;
+}
+
 /* May it fit with groups `from` .. `to` spared too? They stay so if it may. */
-static bool spare_if_it_fits(walk *w, uint32_t from, uint32_t to, uint64_t budget)
+static bool spare_if_it_fits(walk *w, uint32_t from, uint32_t to)
 {
     for (uint32_t i = from; i < to; i++)
         move(w, &w->groups[i], false);
-    koila__outline_choose_makers(w->o);
+    const bool fits = koila__outline_may_spare_there(w->o, w->limits.fills) && fits_now(w);
     w->path->n_looks++;
-    if (koila__outline_may_fit(w->o, budget))
-        return true;
-    for (uint32_t i = from; i < to; i++)
+    for (uint32_t i = from; i < to && !fits; i++)
         move(w, &w->groups[i], true);
-    return false;
+    return fits;
 }
 
 /* Spares the first groups, as many as fit, then of the next ones those that do, fewer of them in a
  * large step, and none where not even the first one fits; the last choice is the path's only one.
  */
-static void fill(walk *w, uint64_t budget)
+static void fill(walk *w)
 {
     koila__path *p = w->path;
     const uint32_t n_more = 4 * KOILA_COST_MOVES / (koila__outline_n_makers(w->o) + 1);
     uint32_t fit = 0;
     for (uint32_t step = FILLED_GROUPS / 2; step; step /= 2)
-        if (fit + step <= w->n_groups && spare_if_it_fits(w, fit, fit + step, budget))
+        if (fit + step <= w->n_groups && spare_if_it_fits(w, fit, fit + step))
             fit += step;
     for (uint32_t i = fit + 1; fit && i < w->n_groups && i <= fit + n_more; i++)
-        spare_if_it_fits(w, i, i + 1, budget);
+        spare_if_it_fits(w, i, i + 1);
     for (uint32_t i = 0; i < w->n_makers; i++)
         if (!w->is_spared[w->makers[i]])
             p->turn[w->makers[i]] = KOILA_NONE;
@@ -208,14 +219,27 @@ static uint32_t most_groups(uint32_t n_makers)
     return n < KOILA__PATH_GROUPS ? n : KOILA__PATH_GROUPS;
 }
 
-koila_status koila__path_make(koila__outline *o, koila__direction direction, uint64_t budget,
-                              koila__arena *arena, koila__path *path)
+/* Is no choice of the path of use? All spare what the first one does, but those of KOILA__DROPS. */
+static bool is_in_vain(const walk *w)
+{
+    const koila__path_limits *x = &w->limits;
+    if (w->direction == KOILA__DROPS)
+        return false;
+    return (x->waiting < UINT64_MAX && koila__outline_waiting_at_least(w->o) > x->waiting) ||
+           (x->bound < UINT64_MAX && !koila__outline_may_spare(w->o, x->bound));
+}
+
+koila_status koila__path_make(koila__outline *o, koila__direction direction,
+                              koila__path_limits limits, koila__arena *arena, koila__path *path)
 {
     const uint32_t n = koila__outline_n_makers(o);
     const uint32_t n_groups = direction == KOILA__FILLS ? FILLED_GROUPS - 1 : most_groups(n);
-    walk w = {
-        .o = o, .direction = direction, .path = path, .is_spared = koila__outline_spared(o)
-    };
+    walk w = { .o = o,
+               .direction = direction,
+               .is_spared = koila__outline_spared(o),
+               .limits = limits,
+               .learns = true,
+               .path = path };
     *path = (koila__path){ .drops = direction == KOILA__DROPS };
     path->turn = koila__arena_array(arena, n + 1, sizeof *path->turn);
     path->at = koila__arena_array(arena, n_groups + 1, sizeof *path->at);
@@ -230,10 +254,12 @@ koila_status koila__path_make(koila__outline *o, koila__direction direction, uin
         if (is_again)
             w.makers[w.n_makers++] = k;
     }
+    if (is_in_vain(&w))
+        return KOILA_OK;
     sort_makers(&w);
     make_groups(&w, n_groups);
     if (direction == KOILA__FILLS)
-        fill(&w, budget);
+        fill(&w);
     else
         walk_all(&w);
     return KOILA_OK;

@@ -29,10 +29,17 @@ typedef struct koila__path {
 
 /* Groups of makers move, at most so many: fewer of a large step. */
 enum { KOILA__PATH_GROUPS = 64 };
-/* From what was chosen last for `o` in the direction; but for KOILA__FILLS the choices depend on no
- * budget. *path lies in the arena. Expected: NO_MEMORY. */
-koila_status koila__path_make(koila__outline *o, koila__direction direction, uint64_t budget,
-                              koila__arena *arena, koila__path *path);
+/* What a path is made for. Choices above `bound` or `waiting` are of no use: a path that surely has
+ * no other ones has none. UINT64_MAX: all are. */
+typedef struct koila__path_limits {
+    uint64_t fills;   /* bytes, of KOILA__FILLS */
+    uint64_t bound;   /* as koila__outline_bound() */
+    uint64_t waiting; /* as koila__outline_waiting() */
+} koila__path_limits;
+/* From what was chosen last for `o` in the direction. *path lies in the arena. Expected: NO_MEMORY.
+ */
+koila_status koila__path_make(koila__outline *o, koila__direction direction,
+                              koila__path_limits limits, koila__arena *arena, koila__path *path);
 /* Chooses the path's choice i for `o`. False: nothing is dropped. */
 bool koila__path_choose(koila__outline *o, const koila__path *path, uint32_t i);
 

@@ -20,6 +20,7 @@ typedef struct koila__way {
     bool is_bound;
     uint64_t of_calls; /* koila__kept.of_calls of that */
     koila__keep keep;
+    uint64_t results; /* of the step: so many bytes at least; 0: not known */
 } koila__way;
 
 /* The state that the parts of koila_plan_new() share. */

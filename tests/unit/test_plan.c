@@ -605,6 +605,8 @@ static bounded bound_of(const random_graph *r, bool whole, koila__recompute how,
         x.floor = koila__outline_floor(o);
         for (uint32_t i = 0; i < 2 && x.bound; i++) /* also once it knows where too much is held */
             CHECK(koila__outline_may_fit(o, x.bound) && !koila__outline_may_fit(o, x.bound - 1));
+        CHECK(koila__outline_bound_up_to(o, x.bound) == x.bound);
+        CHECK(!x.bound || koila__outline_bound_up_to(o, x.bound - 1) == x.bound);
         x.least_work = koila__outline_work(o);
         x.work_of_all = how.n_offloaded ? 0 : koila__outline_work_of_all(o);
     }
@@ -663,6 +665,131 @@ TEST(plan__bounds_of_recomputing_are_never_above_the_peak_and_the_work)
     CHECK(n_with > 1000 && 2 * n_exact > n_with && 10 * n_high > n_with && n_seen > 50);
     printf("  %u ways bounded, %u exactly, %u little more than their floor\n", n_with, n_exact,
            n_high);
+}
+
+/* An outline of a random step, and choices of it. */
+typedef struct spares {
+    koila__placed *placed;
+    koila__outline *o; /* NULL: there is none */
+    koila_value targets[RG_MAX_VALUES];
+    int64_t rows[4];
+    uint64_t inside;
+    uint32_t n_makers, random;
+} spares;
+
+static void spares_init(spares *x, const random_graph *r, bool whole, koila_node at, int64_t rows)
+{
+    koila__schedule s;
+    *x = (spares){ .inside = at / 4 % 2, .random = at };
+    CHECK((whole ? koila__place_whole : koila__place)(r->g, r->targets, r->n_targets, NULL,
+                                                      &x->placed, NULL) == KOILA_OK);
+    for (uint32_t i = 0; i < r->n_targets; i++)
+        x->targets[i] = x->placed->lowered[r->targets[i]];
+    for (uint32_t a = 0; a < r->g->axes.n; a++)
+        x->rows[a] = whole || rows > r->g->axes.at[a] ? r->g->axes.at[a] : rows;
+    CHECK(koila__schedule_init(&s, x->placed, x->targets, r->n_targets,
+                               (koila__keep){ .horizon = UINT32_MAX }, NULL, NULL) == KOILA_OK);
+    const koila__outline_options options = {
+        .rows = x->rows, .workspace = uneven, .user = &x->inside, .n_loops = s.n_loops
+    };
+    koila__schedule_deinit(&s);
+    at %= x->placed->graph->nodes.n + 1;
+    if (at == x->placed->graph->nodes.n)
+        return;
+    CHECK(koila__outline_new(&x->o, x->placed, x->targets, r->n_targets, at, &options, NULL) ==
+              KOILA_OK &&
+          koila__outline_begin(x->o) == KOILA_OK);
+    x->n_makers = koila__outline_n_makers(x->o);
+}
+
+static void spares_deinit(spares *x)
+{
+    koila__outline_free(x->o);
+    koila__placed_free(x->placed);
+}
+
+/* Spares each of the makers that is not known to be with a chance of one in n. */
+static void spare_some(spares *x, const bool *known, uint32_t n)
+{
+    bool *is_spared = koila__outline_spared(x->o);
+    for (uint32_t k = 0; k < x->n_makers; k++) {
+        x->random = x->random * 1664525 + 1013904223;
+        is_spared[k] = (known && known[k]) || (x->random >> 16) % n == 0;
+    }
+}
+
+typedef struct spared_score {
+    uint32_t n, n_close, n_waiting_close, n_seen, n_waiting_seen;
+} spared_score;
+
+/* known[makers]: some are spared, or, as a path begins, those that do not run again by segments. */
+static void choose_known(spares *x, koila__recompute how, bool *known)
+{
+    bool *is_spared = koila__outline_spared(x->o);
+    if (how.n_segments) {
+        koila__outline_choose(x->o, &how);
+        for (uint32_t k = 0; k < x->n_makers; k++)
+            is_spared[k] = !koila__outline_is_again(x->o, k);
+    } else {
+        spare_some(x, NULL, 2);
+        koila__outline_choose_makers(x->o);
+    }
+    memcpy(known, is_spared, x->n_makers * sizeof *known);
+}
+
+/* What is spared at first, against choices that spare more; and a planted fault, against some that
+ * spare others. */
+static void compare_spared(spares *x, koila__recompute how, spared_score *s)
+{
+    bool *is_spared = koila__outline_spared(x->o);
+    bool known[RG_MAX_VALUES];
+    choose_known(x, how, known);
+    const uint64_t waiting = koila__outline_waiting_at_least(x->o);
+    s->n_waiting_close += waiting > koila__outline_waiting(x->o) / 4 * 3;
+    for (uint32_t i = 0; i < 24; i++) {
+        const bool is_wrong = i % 4 == 3;
+        spare_some(x, is_wrong ? NULL : known, 1 + i);
+        koila__outline_choose_makers(x->o);
+        const uint64_t bound = koila__outline_bound(x->o);
+        const uint64_t waits = koila__outline_waiting(x->o);
+        memcpy(is_spared, known, x->n_makers * sizeof *known);
+        const bool there = koila__outline_may_spare_there(x->o, bound);
+        const bool may = koila__outline_may_spare(x->o, bound);
+        s->n++;
+        if (is_wrong) {
+            s->n_seen += !may;
+            s->n_waiting_seen += waiting > waits;
+            continue;
+        }
+        CHECK(may && there && waiting <= waits);
+        s->n_close += !koila__outline_may_spare(x->o, bound / 4 * 3);
+    }
+}
+
+/* Choices are left out for what is spared alone, before they are made. */
+TEST(plan__what_is_spared_needs_and_leaves_no_more_than_choices_that_spare_more)
+{
+    spared_score s = { 0 };
+    for (uint64_t seed = 1; seed <= 1500; seed++) {
+        random_graph r;
+        if (rg_init(&r, NULL, seed, NULL, 0, 60) != KOILA_OK)
+            abort();
+        for (uint32_t k = 0; k < 4; k++) {
+            const koila__recompute how = { .n_segments = seed % 3 ? 0 : 2 + k,
+                                           .keeps_expensive = k & 1 };
+            spares x;
+            spares_init(&x, &r, k & 2, (koila_node)(seed * 7 + k * 11), 1 + k % 3);
+            if (x.o && x.n_makers)
+                compare_spared(&x, how, &s);
+            spares_deinit(&x);
+        }
+        rg_deinit(&r);
+    }
+    printf("  %u choices, %u need little more than what is spared; %u and %u faults seen; %u steps "
+           "leave little more\n",
+           s.n, s.n_close, s.n_seen, s.n_waiting_seen, s.n_waiting_close);
+    CHECK(s.n > 50000 && 4 * s.n_close > s.n && s.n_seen > 500 && s.n_waiting_seen > 500);
+    CHECK(s.n_waiting_close > 1000);
 }
 
 /* A call that may give a view, and is counted as one, takes the time of a copy all the same. */
