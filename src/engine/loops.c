@@ -26,9 +26,9 @@ static bool find_local(const work_state *w, koila_node n, uint32_t i, koila_valu
     if (from == KOILA_NONE || !w->p->node[n].in_loop || !w->p->node[from].in_loop ||
         w->p->node[from].axis != w->p->node[n].axis)
         return false;
-    const koila_placement need = need_of(w, n, i);
-    return need.kind == KOILA_R ? w->p->value[v].kind == KOILA_R
-                                : koila__placement_equal(need, w->p->value[v]);
+    const koila_placement *need = &w->p->need[w->g->nodes.at[n].first_input + i];
+    return need->kind == KOILA_R ? w->p->value[v].kind == KOILA_R
+                                 : koila__placement_equal_at(need, &w->p->value[v]);
 }
 
 /* ---- what is needed, and at which level */

@@ -18,7 +18,7 @@ bool koila__outline_is_local(const koila__outline *o, koila_node n, uint32_t i)
     const koila__placed_node *made = &o->p->node[m];
     const koila__placed_node *read = &o->p->node[n];
     return made->in_loop == read->in_loop && made->axis == read->axis &&
-           koila__placement_equal(o->p->need[at], o->p->value[v]);
+           koila__placement_equal_at(&o->p->need[at], &o->p->value[v]);
 }
 
 /* As its producer left it, or rows that a loop makes whole. Nothing crosses loops while it waits in

@@ -463,7 +463,7 @@ static bool slices_as_placed(const attempt *a)
 {
     for (uint32_t i = 0; i < a->c.n_in; i++)
         if (a->c.need[i].kind == KOILA_S && !koila__is_r(a->c.in[i]) &&
-            !koila__placement_equal(a->c.need[i], a->c.in[i]))
+            !koila__placement_equal_at(&a->c.need[i], &a->c.in[i]))
             return false;
     return true;
 }
@@ -920,13 +920,13 @@ static bool end_to_settle(koila__placer *p, koila_node id)
     bool suits = true;
     bool gathered = false;
     for (uint32_t i = 0; i < n_inputs; i++) {
-        const koila_placement is = p->value.at[p->to->inputs.at[n.first_input + i]];
-        const koila_placement need = p->need.at[n.first_input + i];
-        koila_assert(is.kind != KOILA_FREE);
-        suits &= need.kind == KOILA_R || koila__placement_equal(is, need) ||
-                 (need.kind == KOILA_S && is.kind == KOILA_R);
-        gathered |= need.kind == KOILA_R && koila__is_of_rows(is);
-        if (koila__is_opaque(is) && !koila__placement_equal(is, need))
+        const koila_placement *is = &p->value.at[p->to->inputs.at[n.first_input + i]];
+        const koila_placement *need = &p->need.at[n.first_input + i];
+        koila_assert(is->kind != KOILA_FREE);
+        suits &= need->kind == KOILA_R || koila__placement_equal_at(is, need) ||
+                 (need->kind == KOILA_S && is->kind == KOILA_R);
+        gathered |= need->kind == KOILA_R && koila__is_of_rows(*is);
+        if (koila__is_opaque(*is) && !koila__placement_equal_at(is, need))
             return fail(p, KOILA_UNSUPPORTED);
     }
     p->node.at[id].gathered = gathered;
@@ -1256,11 +1256,12 @@ struct koila__answer {
 };
 
 /* The same in every field that says something. */
-static bool is_same_placement(koila_placement a, koila_placement b)
+static bool is_same_placement(const koila_placement *a, const koila_placement *b)
 {
-    return a.kind == b.kind &&
-           (a.kind == KOILA_R || (a.combine == b.combine && a.dim == b.dim && a.axis == b.axis &&
-                                  a.outer == b.outer && a.inner == b.inner));
+    return a->kind == b->kind &&
+           (a->kind == KOILA_R ||
+            (a->combine == b->combine && a->dim == b->dim && a->axis == b->axis &&
+             a->outer == b->outer && a->inner == b->inner));
 }
 
 /* Has the call been answered? Then *a is its answer. */
@@ -1271,7 +1272,7 @@ static bool is_answered(const koila__placer *p, attempt *a, koila_sig id, const 
     if (!x || x->sig != id || x->a.c.axis != axis)
         return false;
     for (uint32_t i = 0; i < x->a.c.n_in; i++)
-        if (!is_same_placement(x->a.c.in[i], placed[i]))
+        if (!is_same_placement(&x->a.c.in[i], &placed[i]))
             return false;
     *a = x->a;
     a->c.in_value = in;
@@ -1370,13 +1371,13 @@ static bool take_inputs(koila__placer *p, const attempt *a, const koila_value *i
                         koila_value *from)
 {
     for (uint32_t i = 0; i < a->c.n_in; i++) {
-        const koila_placement need = a->c.need[i];
-        const koila_placement is = p->value.at[in[i]];
+        const koila_placement *need = &a->c.need[i];
+        const koila_placement *is = &p->value.at[in[i]];
         from[i] = in[i];
-        if (need.kind == KOILA_S && !koila__is_r(is) && !koila__placement_equal(need, is) &&
+        if (need->kind == KOILA_S && !koila__is_r(*is) && !koila__placement_equal_at(need, is) &&
             !koila__placer_whole(p, in[i], &from[i]))
             return false;
-        if (need.kind == KOILA_R && p->whole_of.at[in[i]] != KOILA_NONE)
+        if (need->kind == KOILA_R && p->whole_of.at[in[i]] != KOILA_NONE)
             from[i] = p->whole_of.at[in[i]];
     }
     return true;

@@ -213,17 +213,22 @@ bool koila__placed_check(const koila__placed *p, koila_error *err);
 
 /** Extent of dimension `p.dim` for a slice of b rows. */
 static inline int64_t koila__extent(koila_placement p, int64_t b) { return p.outer * b * p.inner; }
-/** Equal as far as the kind's fields go. */
+/** Equal as far as the kind's fields go. Where they lie: a copy is read before it is written. */
+static inline bool koila__placement_equal_at(const koila_placement *a, const koila_placement *b)
+{
+    if (a->kind != b->kind)
+        return false;
+    if (a->kind == KOILA_S)
+        return a->axis == b->axis && a->dim == b->dim && a->outer == b->outer &&
+               a->inner == b->inner;
+    if (a->kind == KOILA_P)
+        return a->axis == b->axis && a->combine == b->combine &&
+               (a->combine != KOILA_PIECE || (a->outer == b->outer && a->inner == b->inner));
+    return true;
+}
 static inline bool koila__placement_equal(koila_placement a, koila_placement b)
 {
-    if (a.kind != b.kind)
-        return false;
-    if (a.kind == KOILA_S)
-        return a.axis == b.axis && a.dim == b.dim && a.outer == b.outer && a.inner == b.inner;
-    if (a.kind == KOILA_P)
-        return a.axis == b.axis && a.combine == b.combine &&
-               (a.combine != KOILA_PIECE || (a.outer == b.outer && a.inner == b.inner));
-    return true;
+    return koila__placement_equal_at(&a, &b);
 }
 static inline bool koila__is_piece(koila_placement p)
 {
