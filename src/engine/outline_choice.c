@@ -286,9 +286,9 @@ bool *koila__outline_spared(koila__outline *o) { return o->is_spared; }
 
 bool koila__outline_is_again(const koila__outline *o, uint32_t k) { return o->is_again[k]; }
 
-/* Bytes of storage s of maker m where it waits for its last reader. Between loops it waits in all
- * rows, unless a loop makes it again: not where a call that runs again begins with it. */
-static uint64_t waiting_bytes(const koila__outline *o, const maker *m, uint32_t s, bool is_start)
+/* Bytes of storage s where it waits for its last reader. Between loops it waits in all rows, unless
+ * a loop makes it again: not where a call that runs again begins with it. */
+static uint64_t waiting_bytes(const koila__outline *o, uint32_t s, bool is_start)
 {
     const koila_value v = o->stores.at[s].value;
     const koila_placement p = o->p->value[v];
@@ -298,19 +298,16 @@ static uint64_t waiting_bytes(const koila__outline *o, const maker *m, uint32_t 
     if (p.kind != KOILA_S)
         return n_bytes;
     if (o->options.n_loops > KOILA__FEW_LOOPS)
-        return m->is_expensive || is_start ? n_bytes : 0;
+        return is_start || o->makers.at[o->maker_of[s]].is_expensive ? n_bytes : 0;
     return n_bytes / (uint64_t)o->g->axes.at[p.axis] * (uint64_t)o->options.rows[p.axis];
 }
 
 uint64_t koila__outline_waiting(const koila__outline *o)
 {
     uint64_t sum = 0;
-    for (uint32_t k = 0; k < o->makers.n; k++) {
-        const maker *m = &o->makers.at[k];
-        for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++)
-            if (o->fate[s] == KOILA__STAYS && o->is_late[s])
-                sum += waiting_bytes(o, m, s, o->is_start[s]);
-    }
+    for (uint32_t s = 0; s < o->stores.n; s++)
+        if (o->fate[s] == KOILA__STAYS && o->is_late[s])
+            sum += waiting_bytes(o, s, o->is_start[s]);
     return sum;
 }
 
@@ -319,11 +316,10 @@ uint64_t koila__outline_waiting(const koila__outline *o)
 static uint64_t waiting_in_any_case(koila__outline *o, uint32_t s, uint32_t k)
 {
     const maker *m = &o->makers.at[k];
-    const maker *made = &o->makers.at[o->maker_of[s]];
     uint64_t most = 0;
     uint32_t best = KOILA_NONE;
     for (uint32_t y = m->first_store; y < m->first_store + m->n_stores; y++) {
-        const uint64_t n_bytes = o->is_late0[y] ? waiting_bytes(o, m, y, false) : 0;
+        const uint64_t n_bytes = o->is_late0[y] ? waiting_bytes(o, y, false) : 0;
         if (o->is_taken[y] || n_bytes <= most)
             continue;
         most = n_bytes;
@@ -332,7 +328,7 @@ static uint64_t waiting_in_any_case(koila__outline *o, uint32_t s, uint32_t k)
     if (best == KOILA_NONE)
         return 0;
     o->is_taken[best] = o->is_taken[s] = true;
-    const uint64_t own = waiting_bytes(o, made, s, true);
+    const uint64_t own = waiting_bytes(o, s, true);
     return own < most ? own : most;
 }
 
@@ -341,14 +337,9 @@ static uint64_t waiting_in_any_case(koila__outline *o, uint32_t s, uint32_t k)
 uint64_t koila__outline_waiting_at_least(koila__outline *o)
 {
     uint64_t sum = 0;
-    memset(o->is_taken, 0, o->stores.n * sizeof *o->is_taken);
-    for (uint32_t k = 0; k < o->makers.n; k++) {
-        const maker *m = &o->makers.at[k];
-        for (uint32_t s = m->first_store; s < m->first_store + m->n_stores; s++)
-            if (o->is_spared[k] && o->is_late0[s]) {
-                o->is_taken[s] = true;
-                sum += waiting_bytes(o, m, s, false);
-            }
+    for (uint32_t s = 0; s < o->stores.n; s++) {
+        o->is_taken[s] = o->is_late0[s] && o->is_spared[o->maker_of[s]];
+        sum += o->is_taken[s] ? waiting_bytes(o, s, false) : 0;
     }
     for (uint32_t i = 0; i < o->n_again; i++) {
         const maker *m = &o->makers.at[o->again[i]];
