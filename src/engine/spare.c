@@ -47,7 +47,9 @@ typedef struct walk {
     group *groups;
     uint32_t n_groups;
     koila__path_limits limits;
-    bool learns; /* what does not fit does not for what is spared alone, so far */
+    /* of choices that did not fit: what is spared is too much alone, which is told sooner; or once
+     * it was not, and is not asked any more */
+    enum { NOT_ASKED, IS_TOO_MUCH, ALONE_FITS } spared;
     koila__path *path;
 } walk;
 
@@ -157,14 +159,14 @@ static void walk_all(walk *w)
     }
 }
 
-/* May what is spared now fit? If not for that alone, it is known where, and others like it are told
- * sooner. */
+/* May a choice of what is spared now fit? If that is too much alone, it is known where. */
 static bool fits_now(walk *w)
 {
     koila__outline_choose_makers(w->o);
     if (koila__outline_may_fit(w->o, w->limits.fills))
         return true;
-    w->learns = w->learns && !koila__outline_may_spare(w->o, w->limits.fills);
+    if (w->spared != ALONE_FITS)
+        w->spared = koila__outline_may_spare(w->o, w->limits.fills) ? ALONE_FITS : IS_TOO_MUCH;
     return false;
 }
 
@@ -173,7 +175,9 @@ static bool spare_if_it_fits(walk *w, uint32_t from, uint32_t to)
 {
     for (uint32_t i = from; i < to; i++)
         move(w, &w->groups[i], false);
-    const bool fits = koila__outline_may_spare_there(w->o, w->limits.fills) && fits_now(w);
+    const bool fits =
+        (w->spared != IS_TOO_MUCH || koila__outline_may_spare_there(w->o, w->limits.fills)) &&
+        fits_now(w);
     w->path->n_looks++;
     for (uint32_t i = from; i < to && !fits; i++)
         move(w, &w->groups[i], true);
@@ -238,7 +242,6 @@ koila_status koila__path_make(koila__outline *o, koila__direction direction,
                .direction = direction,
                .is_spared = koila__outline_spared(o),
                .limits = limits,
-               .learns = true,
                .path = path };
     *path = (koila__path){ .drops = direction == KOILA__DROPS };
     path->turn = koila__arena_array(arena, n + 1, sizeof *path->turn);
