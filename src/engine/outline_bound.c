@@ -9,7 +9,10 @@
  *     a sum the same where a term ends, for it may be written over that;
  *   - a view alone does not hold its storage: it may be made earlier than it was recorded;
  *   - sums and collected values, those of earlier loops too, count from the second slice on, and so
- *     do whole values that the backward pass reads there. */
+ *     do whole values that the backward pass reads there.
+ *
+ * All choices of a kind are told together by what is there in each of them: whatever is dropped,
+ * for the floor; whatever is dropped beside makers that are spared (held_at_least()). */
 #include "engine/outline_state.h"
 
 #include "engine/live.h"

@@ -311,8 +311,8 @@ uint64_t koila__outline_waiting(const koila__outline *o)
     return sum;
 }
 
-/* Storage s stays, and waits for maker k, which runs again. If k is spared, a result of it that the
- * backward pass reads waits instead. Each is taken for one storage only. */
+/* Storage s is spared, and waits for maker k wherever that runs again. If k does not, a result of
+ * it that the backward pass reads stays, and waits instead. Each is taken for one storage only. */
 static uint64_t waiting_in_any_case(koila__outline *o, uint32_t s, uint32_t k)
 {
     const maker *m = &o->makers.at[k];

@@ -10,6 +10,9 @@
  * Bytes are those of the gauge, not the highest moment alone: of two results that are both held
  * there, or at two moments that are as high, dropping one changes nothing yet.
  *
+ * A path that spares more and more needs no less than what is spared at first: if that is too much,
+ * no choice on it is looked at (is_in_vain()).
+ *
  * The best move is found lazily. What a move is worth changes little from one choice to the next,
  * so the best of what was last known is looked at anew, and taken if it is still the best. */
 #include "engine/spare.h"
