@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from collections.abc import Callable
 
-from ._torch import BelowAutograd, torch, untyped_storage, view_flags
+from ._torch import BelowAutograd, ModesAside, torch, untyped_storage, view_flags
 from . import _core
 from ._errors import UnsupportedError
 from ._tensor import LazyTensor, plain, values_of
@@ -214,15 +214,11 @@ def _own(tape: _core.Tape, v: int, leaf: torch.Tensor) -> None:
 
 
 def keep_contents(tape: _core.Tape, leaves: list[int]) -> None:
-    """A plain tensor is about to be written by a method: these leaves of its memory keep their
-    contents. Not where somebody would see the copy being made."""
-    if (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._is_torch_function_mode_enabled()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.is_inference_mode_enabled()
-    ):
+    """A plain tensor is about to be written: these leaves of its memory keep their contents. Not
+    inside a transform, which would see the copy being made."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         return
-    for v, leaf in _core.leaves_on(tape):
-        if v in leaves:
-            _own(tape, v, leaf)
+    with ModesAside(), torch.inference_mode(False):
+        for v, leaf in _core.leaves_on(tape):
+            if v in leaves:
+                _own(tape, v, leaf)

@@ -12,6 +12,7 @@ import torch
 from conftest import DEVICE, LONG
 from helpers import SLICES, plain, rows, torch_version
 from torch import nn
+from torch.nn import functional as F
 
 import koila
 from koila import lazy
@@ -126,7 +127,7 @@ def test_contents_that_are_gone_do_not_come_back(first, then):
     w, x = torch.ones(4, 4), torch.ones(B, 4)
     h = lazy(x) @ w
     target = w.data if first == "data" else w
-    torch.neg(x[:4], out=target)  # no method, see plain_writes.c
+    torch.ops.aten.neg.out(x[:4], out=target)  # not seen, see plain_writes.c
     if then == "data set":
         w.data = torch.zeros(4, 4)
     elif then == "lazy data":
@@ -417,6 +418,69 @@ def some_items(b):
     b[torch.tensor([False, False, True])] = torch.zeros(1)
 
 
+def graded(b):
+    """A parameter whose gradient is `b`."""
+    p = nn.Parameter(torch.ones_like(b))
+    p.grad = b
+    return p
+
+
+def clipped(b):
+    nn.utils.clip_grad_norm_([graded(b)], 0.1)
+    nn.utils.clip_grad_value_([graded(b)], 0.01)
+
+
+def stepped(optimizer, b, **how):
+    b.grad = torch.full_like(b, 0.5)
+    optimizer([b], lr=0.5, **how).step()
+    b.grad = None
+
+
+class Holds(nn.Module):
+    def __init__(self, b):
+        super().__init__()
+        self.register_buffer("b", b)
+
+
+def averaged(b):
+    """As timm and torch average weights: of an average that wants no gradients."""
+    swa = torch.optim.swa_utils
+    net = nn.Linear(3, 1, bias=False)
+    average = swa.AveragedModel(net, multi_avg_fn=swa.get_ema_multi_avg_fn(0.5))
+    average.module.weight = nn.Parameter(b.view(1, 3), requires_grad=False)
+    average.n_averaged.fill_(1)
+    average.update_parameters(net)
+
+
+def in_modes(write):
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Functions(), Operators():
+        write()
+    assert seen == [torch.mul, torch.ops.aten.mul.out], "the copy that is made was seen"
+
+
+ROWS = torch.arange(6.0).view(2, 3) ** 2
+
+
+@torch.jit.script
+def SCRIPTED(b):
+    return b.mul_(2)
+
+
 SEEN = {
     "items": some_items,
     "an item, unbound": lambda b: torch.Tensor.__setitem__(b, 0, 5.0),
@@ -432,12 +496,67 @@ SEEN = {
     "unbound": lambda b: torch.Tensor.clamp_(b, max=0.5),
     "drawn": lambda b: b.normal_(),
     "some elements": lambda b: b.masked_fill_(torch.tensor([True, False, True]), 9.0),
+    "out=": lambda b: torch.add(b.clone(), 1, out=b),
+    "out= of itself": lambda b: torch.mul(b, 3, out=b),
+    "out= first": lambda b: (torch.add(b.clone(), 1, out=b), b.add_(1)),
+    "out= of a view": lambda b: torch.add(b[1:].clone(), 1, out=b[1:]),
+    "out= by a dictionary": lambda b: torch.add(*(b, 1), **{"".join(("o", "ut")): b}),
+    "out= of two": lambda b: torch.max(torch.eye(3) * 4, 1, out=(b, torch.zeros(3).long())),
+    "out= of a list": lambda b: torch.sort(-b, out=[b, torch.zeros(3).long()]),
+    "out= of joined ones": lambda b: torch.cat([torch.ones(1), torch.zeros(2)], out=b),
+    "out= of linalg": lambda b: torch.linalg.solve(torch.eye(3) * 2, torch.ones(3), out=b),
+    "out= of special": lambda b: torch.special.expit(b, out=b),
+    "out= of fft": lambda b: torch.fft.fftfreq(3, out=b),
+    "out= of a function of nn": lambda b: F.normalize(b, dim=0, out=b),
+    "out= of a factory": lambda b: torch.zeros(3, out=b),
+    "out= of a range": lambda b: torch.arange(4.0, 7.0, out=b),
+    "out= drawn": lambda b: torch.randn(3, out=b),
+    "a function": lambda b: torch.clamp_(b, max=0.5),
+    "a function, by name": lambda b: torch.clamp_(input=b, max=0.5),
+    "a function of nn": lambda b: F.relu(b.sub_(1), inplace=True),
+    "another function of nn": lambda b: F.leaky_relu(b, 2.0, inplace=True),
+    "dropout": lambda b: F.dropout(b, 0.5, inplace=True),
+    "nn.init": lambda b: nn.init.normal_(b),
+    "a list": lambda b: torch._foreach_mul_([b], 2.0),
+    "a tuple": lambda b: torch._foreach_add_((torch.ones(2), b), 2.0),
+    "a list, by name": lambda b: torch._foreach_mul_(self=[b], scalar=2.0),
+    "lists": lambda b: torch._foreach_lerp_([b], [torch.zeros(3)], 0.25),
+    "a list is copied": lambda b: torch._foreach_copy_([b], [torch.ones(3)]),
+    "a list of zeros": lambda b: torch._foreach_zero_([b]),
+    "parts in a list": lambda b: torch._foreach_mul_(list(b.unbind(0)), 2.0),
+    "an optimizer": partial(stepped, torch.optim.SGD, foreach=False),
+    "an optimizer of lists": partial(stepped, torch.optim.Adam, foreach=True),
+    "a fused optimizer": partial(stepped, torch.optim.Adam, fused=True),
+    "clipped gradients": clipped,
+    "gradients set to zero": lambda b: torch.optim.SGD([graded(b)]).zero_grad(set_to_none=False),
+    "a checkpoint": lambda b: Holds(b).load_state_dict({"b": torch.ones(3)}),
+    "averaged weights": averaged,
+    "batch norm": lambda b: F.batch_norm(ROWS, b, torch.ones(3), training=True, momentum=0.5),
+    "batch norm, by name": lambda b: torch.native_batch_norm(
+        ROWS,
+        None,
+        None,
+        running_mean=torch.ones(3),
+        running_var=b,
+        training=True,
+        momentum=0.5,
+        eps=0.1,
+    ),
+    "a batch norm": lambda b: torch.func.functional_call(
+        nn.BatchNorm1d(3, momentum=0.5), {"running_mean": b}, (ROWS,)
+    ),
+    "instance norm": lambda b: F.instance_norm(ROWS[None], torch.ones(2), b[:2]),
+    "other memory": lambda b: b.set_(torch.zeros(3)),
+    "in inference mode": torch.inference_mode()(lambda b: b.mul_(2)),
+    "in a mode": lambda b: in_modes(lambda: torch.mul(b, 2, out=b)),
 }
 SAID = {
-    "out= first": lambda b: (torch.add(b.clone(), 1, out=b), b.add_(1)),
-    "out=": lambda b: torch.add(b.clone(), 1, out=b),
-    "a list": lambda b: torch._foreach_mul_([b], 2.0),
-    "other memory": lambda b: b.set_(torch.zeros(3)),
+    "an operator, out=": lambda b: torch.ops.aten.neg.out(b, out=b),
+    "an operator first": lambda b: (torch.ops.aten.neg_.default(b), b.add_(1)),
+    "a list": lambda b: torch.ops.aten._foreach_mul_.Scalar([b], 2.0),
+    "a method taken before": lambda b: (lambda mul_: mul_(2))(b.mul_),
+    "a transform": lambda b: torch.func.vmap(lambda t: t.mul_(2))(b),
+    "TorchScript": lambda b: SCRIPTED(b),
 }
 BY_ELEMENTS = {
     "apply_": lambda b: b.apply_(lambda v: v + 1),

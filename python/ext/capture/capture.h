@@ -312,7 +312,18 @@ void koila__factories_step(koila__tape *t, koila_meta batch); /* a batch went la
 int koila__factories_hold(bool more);
 int koila__factories_add(PyObject *m);
 
-/* ---- plain_writes.c */
+/* ---- plain_writes.c, plain_functions.c */
+/* `written`, a tensor or lists of them, is about to be written plainly: what the open step has
+ * recorded from that memory gets a copy of its own first. False: an exception that is no error, as
+ * of a signal. If the copies fail, what was recorded is stale. */
+bool koila__keep_contents(PyObject *written);
+/* It was written, and no version counter says so: what is still recorded from it is stale. */
+void koila__contents_gone(PyObject *written);
+/* Does a method or a function of that name write its tensor, or give it other memory or sizes?
+ * Those that change flags alone do not. */
+bool koila__writes_by_name(const char *name);
+/* Functions of torch that write. What is not there is left alone. */
+void koila__plain_functions_setup(PyObject *torch);
 /* class: torch's, of tensors. Once in a process. -1 with an exception. */
 int koila__plain_writes_setup(PyObject *class);
 /* `method` of torch's tensors, called with the tensor and its arguments, n in all: a write to

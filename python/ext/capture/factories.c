@@ -508,6 +508,9 @@ static PyObject *called(int k, PyObject *const *values, size_t n_values, PyObjec
     for (Py_ssize_t i = 0; i < n_names; i++)
         if (PyDict_SetItem(kwargs, PyTuple_GET_ITEM(names, i), values[n + i]) < 0)
             goto done;
+    PyObject *out = kwargs ? PyDict_GetItemString(kwargs, "out") : NULL;
+    if (out && !koila__keep_contents(out))
+        goto done;
     if (step_here()) {
         r = make(k, args, kwargs);
         if (r || (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)))
@@ -614,6 +617,7 @@ static void watch_writes(PyObject *torch)
     if (!class || koila__plain_writes_setup(class) < 0)
         PyErr_Clear();
     Py_XDECREF(class);
+    koila__plain_functions_setup(torch);
 }
 
 /* factories_setup(): once, at the first lazy(). A function that is not as expected is left

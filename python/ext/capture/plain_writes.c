@@ -1,4 +1,4 @@
-/* plain_writes.c — in-place methods of plain tensors between lazy() and backward.
+/* plain_writes.c — writes of plain tensors between lazy() and backward.
  *
  *   q = embedding(codes, self.codebook)          # recorded
  *   self.codebook.copy_(average / count)         # plain, at once: q would be stale
@@ -9,40 +9,86 @@
  * of torch's tensors that write have another vectorcall entry, as torch.zeros has (Note [Why the
  * function itself] in factories.c), which makes that copy and then calls torch's. An assignment to
  * an item is a slot of the class, which each subclass has copied: theirs are exchanged too, and
- * classes to come copy ours.
+ * classes to come copy ours. Functions that write: plain_functions.c.
  *
  * Only for tensors that the open step has recorded as they are, that require no gradient (weights
  * are large, and writing them between forward and backward is an error in eager too), and that are
- * no batch. A write that is not seen here, `out=` or a function with lists, leaves the version
- * counter to tell: StaleValueError. So nothing is wrong where CPython or torch call such a method
- * in another way.
+ * no batch. A write that is not seen here, of an operator called below `torch.ops` or in C++,
+ * leaves the version counter to tell: StaleValueError. So nothing is wrong where CPython or torch
+ * call such a method in another way.
  */
 #include "capture/capture.h"
+
+#include "base/vec.h"
 
 /* How torch declares methods; each way has one entry of CPython's. */
 enum { NO_ARGUMENTS, ONE_ARGUMENT, POSITIONAL, WITH_NAMES, N_WAYS };
 static vectorcallfunc theirs[N_WAYS];
 static objobjargproc their_assignment;
 
-/* Does the slot tell a tensor that lies in `storage`, wants no gradient and is as it was recorded?
- * Its tensor is borrowed, and gone where the leaf has got another. */
-static bool is_on(const koila__tape *t, const tape_leaf *leaf, const void *storage)
+/* ---- what is about to be written */
+
+/* Storages, each at one address, sorted by it. */
+typedef VEC(const void *) storages;
+
+/* Those of the plain tensors in `written`: a tensor, or lists of them, `depth` deep. -1: no memory.
+ */
+static int add_storages(storages *s, PyObject *written, int depth)
+{
+    if (depth && (PyList_Check(written) || PyTuple_Check(written))) {
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(written); i++)
+            if (add_storages(s, PySequence_Fast_GET_ITEM(written, i), depth - 1) < 0)
+                return -1;
+        return 0;
+    }
+    const void *storage = NULL;
+    if (koila__is_tensor(written) && !koila__is_lazy(written))
+        storage = koila__storage_of(written);
+    return !storage || koila__vec_push(&koila__libc, s, storage) ? 0 : -1;
+}
+
+static int by_address(const void *a, const void *b)
+{
+    const uintptr_t x = (uintptr_t)*(const void *const *)a;
+    const uintptr_t y = (uintptr_t)*(const void *const *)b;
+    return (x > y) - (x < y);
+}
+
+static storages storages_of(PyObject *written)
+{
+    enum { DEEPEST = 3 }; /* a list of what is written, such as lists of lists of all_gather() */
+    storages s = { 0 };
+    if (add_storages(&s, written, DEEPEST) < 0)
+        koila__vec_free(&koila__libc, &s);
+    if (s.n > 1)
+        qsort(s.at, s.n, sizeof *s.at, by_address);
+    return s;
+}
+
+static bool is_among(const storages *s, const void *storage)
+{
+    if (s->n == 1)
+        return s->at[0] == storage;
+    return storage && bsearch(&storage, s->at, s->n, sizeof *s->at, by_address);
+}
+
+/* Does the slot tell a tensor in one of these storages, as it was recorded? Its tensor is borrowed,
+ * and gone where the leaf has got another. */
+static bool is_on(const koila__tape *t, const tape_leaf *leaf, const storages *s)
 {
     uint32_t version;
     return leaf->real && koila_value_get(t->graph, leaf->value).node == KOILA_NONE &&
-           t->values[leaf->value].real == leaf->real && koila__storage_of(leaf->real) == storage &&
-           !koila__requires_grad(leaf->real) && koila__version_of(leaf->real, &version) == 0 &&
-           version == leaf->version;
+           t->values[leaf->value].real == leaf->real &&
+           is_among(s, koila__storage_of(leaf->real)) &&
+           koila__version_of(leaf->real, &version) == 0 && version == leaf->version;
 }
 
-/* New list: the leaves that were recorded from the memory of `written`, and are as they were
- * recorded. NULL: there are none, or an exception. */
-static PyObject *values_on(const koila__tape *t, PyObject *written)
+/* New list: the leaves there that want no gradient. NULL: there are none, or an exception. */
+static PyObject *values_on(const koila__tape *t, const storages *s)
 {
-    const void *storage = koila__storage_of(written);
     PyObject *values = NULL;
-    for (uint32_t i = 0; storage && i < t->n_leaf_slots; i++) {
-        if (!is_on(t, &t->leaves[i], storage))
+    for (uint32_t i = 0; i < t->n_leaf_slots; i++) {
+        if (!is_on(t, &t->leaves[i], s) || koila__requires_grad(t->leaves[i].real))
             continue;
         if (!values)
             values = PyList_New(0);
@@ -57,34 +103,62 @@ static PyObject *values_on(const koila__tape *t, PyObject *written)
     return values;
 }
 
-/* False: an exception that is no error, as of a signal. If the copies fail, what was recorded is
- * stale. */
-static bool keep_contents(PyObject *written)
+static void copy_leaves(koila__tape *t, const storages *s)
+{
+    PyObject *values = values_on(t, s);
+    if (!values)
+        return;
+    Py_INCREF(t);
+    Py_XDECREF(koila__ask("keep_contents", (PyObject *)t, values, NULL));
+    Py_DECREF(t);
+    Py_DECREF(values);
+}
+
+bool koila__keep_contents(PyObject *written)
 {
     if (!koila__tapes || koila__is_lazy(written))
         return true;
     const koila__context *c = koila__context_lent() ? NULL : koila__context_peek();
     koila__tape *t = c ? (koila__tape *)c->open : NULL;
-    if (!t || !t->n_leaf_slots || t->planned || !koila__is_tensor(written))
+    if (!t || !t->n_leaf_slots || t->planned)
         return true;
-    PyObject *values = values_on(t, written);
-    PyObject *done = NULL;
-    if (values) {
-        Py_INCREF(t);
-        done = koila__ask("keep_contents", (PyObject *)t, values, NULL);
-        Py_DECREF(t);
-        Py_DECREF(values);
-    }
-    Py_XDECREF(done);
+    storages s = storages_of(written);
+    if (s.n)
+        copy_leaves(t, &s);
+    koila__vec_free(&koila__libc, &s);
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
         return false;
     PyErr_Clear();
     return true;
 }
 
+static void values_are_gone(koila__tape *t, const storages *s)
+{
+    for (uint32_t i = 0; i < t->n_leaf_slots; i++)
+        if (t->leaves[i].real && is_among(s, koila__storage_of(t->leaves[i].real)))
+            t->leaves[i].version = UINT32_MAX;
+    const uint32_t n = koila_graph_n_values(t->graph);
+    for (koila_value v = 0; v < n && v < t->n_values_alloc; v++)
+        if (t->values[v].real && is_among(s, koila__storage_of(t->values[v].real)))
+            t->values[v].version = UINT32_MAX;
+}
+
+void koila__contents_gone(PyObject *written)
+{
+    if (!koila__tapes)
+        return;
+    storages s = storages_of(written);
+    for (koila__tape *t = koila__tapes; t && s.n; t = t->next_tape)
+        if (!t->let_go && !t->planned)
+            values_are_gone(t, &s);
+    koila__vec_free(&koila__libc, &s);
+}
+
+/* ---- methods */
+
 static PyObject *called(int way, PyObject *f, PyObject *const *values, size_t n, PyObject *names)
 {
-    if (PyVectorcall_NARGS(n) > 0 && !keep_contents(values[0]))
+    if (PyVectorcall_NARGS(n) > 0 && !koila__keep_contents(values[0]))
         return NULL;
     return theirs[way](f, values, n, names);
 }
@@ -123,7 +197,7 @@ PyObject *koila__write_unseen(PyObject *method, PyObject *const *values, size_t 
 /* tensor[index] = value */
 static int assignment(PyObject *tensor, PyObject *index, PyObject *value)
 {
-    return keep_contents(tensor) ? their_assignment(tensor, index, value) : -1;
+    return koila__keep_contents(tensor) ? their_assignment(tensor, index, value) : -1;
 }
 
 /* ---- start-up */
@@ -145,14 +219,10 @@ static int way_of(int flags)
     }
 }
 
-/* Does the method write contents, by its name? Those that change sizes or flags alone do not. */
-static bool writes(const char *name)
+bool koila__writes_by_name(const char *name)
 {
-    static const char *const others[] = {
-        "detach_",     "requires_grad_", "rename_",   "resize_",   "resize_as_", "set_",
-        "t_",          "transpose_",     "swapaxes_", "swapdims_", "squeeze_",   "unsqueeze_",
-        "as_strided_", "share_memory_",  NULL,
-    };
+    static const char *const others[] = { "detach_", "requires_grad_", "rename_", "share_memory_",
+                                          NULL };
     static const char *const operators[] = {
         "__iadd__",      "__isub__",    "__imul__",    "__itruediv__", "__idiv__",
         "__ifloordiv__", "__imod__",    "__ipow__",    "__iand__",     "__ior__",
@@ -165,7 +235,7 @@ static bool writes(const char *name)
         if (!strcmp(name, others[i]))
             return false;
     const size_t n = strlen(name);
-    return n > 1 && name[0] != '_' && name[n - 1] == '_' && name[n - 2] != '_';
+    return n > 1 && name[n - 1] == '_' && name[n - 2] != '_';
 }
 
 static void watch_methods(PyObject *methods)
@@ -177,7 +247,7 @@ static void watch_methods(PyObject *methods)
             continue;
         PyMethodDescrObject *d = (PyMethodDescrObject *)m;
         const int way = way_of(d->d_method->ml_flags);
-        if (way < 0 || !d->vectorcall || !writes(d->d_method->ml_name) ||
+        if (way < 0 || !d->vectorcall || !koila__writes_by_name(d->d_method->ml_name) ||
             d->vectorcall == ours[way] || (theirs[way] && theirs[way] != d->vectorcall))
             continue;
         theirs[way] = d->vectorcall;
