@@ -32,9 +32,12 @@ static PyObject *passed_on(PyObject *f, PyObject *const *values, size_t n_values
 /* The argument of that name, borrowed; NULL: there is none. */
 static PyObject *named(const char *name, PyObject *const *values, size_t n, PyObject *names)
 {
-    for (Py_ssize_t i = 0; names && i < PyTuple_GET_SIZE(names); i++)
-        if (PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(names, i), name) == 0)
+    const Py_ssize_t length = (Py_ssize_t)strlen(name);
+    for (Py_ssize_t i = 0; names && i < PyTuple_GET_SIZE(names); i++) {
+        PyObject *o = PyTuple_GET_ITEM(names, i);
+        if (PyUnicode_GET_LENGTH(o) == length && !PyUnicode_CompareWithASCIIString(o, name))
             return values[PyVectorcall_NARGS(n) + i];
+    }
     return NULL;
 }
 

@@ -72,15 +72,19 @@ static bool is_among(const storages *s, const void *storage)
     return storage && bsearch(&storage, s->at, s->n, sizeof *s->at, by_address);
 }
 
-/* Does the slot tell a tensor in one of these storages, as it was recorded? Its tensor is borrowed,
- * and gone where the leaf has got another. */
-static bool is_on(const koila__tape *t, const tape_leaf *leaf, const storages *s)
+/* Does the slot tell a tensor in one of these storages? It is borrowed, and gone where the leaf has
+ * got another. */
+static bool is_there(const koila__tape *t, const tape_leaf *leaf, const storages *s)
+{
+    return leaf->real && koila_value_get(t->graph, leaf->value).node == KOILA_NONE &&
+           t->values[leaf->value].real == leaf->real && is_among(s, koila__storage_of(leaf->real));
+}
+
+/* And is it as it was recorded? */
+static bool is_unwritten(const tape_leaf *leaf)
 {
     uint32_t version;
-    return leaf->real && koila_value_get(t->graph, leaf->value).node == KOILA_NONE &&
-           t->values[leaf->value].real == leaf->real &&
-           is_among(s, koila__storage_of(leaf->real)) &&
-           koila__version_of(leaf->real, &version) == 0 && version == leaf->version;
+    return koila__version_of(leaf->real, &version) == 0 && version == leaf->version;
 }
 
 /* New list: the leaves there that want no gradient. NULL: there are none, or an exception. */
@@ -88,11 +92,12 @@ static PyObject *values_on(const koila__tape *t, const storages *s)
 {
     PyObject *values = NULL;
     for (uint32_t i = 0; i < t->n_leaf_slots; i++) {
-        if (!is_on(t, &t->leaves[i], s) || koila__requires_grad(t->leaves[i].real))
+        const tape_leaf *leaf = &t->leaves[i];
+        if (!is_there(t, leaf, s) || !is_unwritten(leaf) || koila__requires_grad(leaf->real))
             continue;
         if (!values)
             values = PyList_New(0);
-        PyObject *v = values ? PyLong_FromUnsignedLong(t->leaves[i].value) : NULL;
+        PyObject *v = values ? PyLong_FromUnsignedLong(leaf->value) : NULL;
         const int rc = v ? PyList_Append(values, v) : -1;
         Py_XDECREF(v);
         if (rc < 0) {
@@ -135,7 +140,7 @@ bool koila__keep_contents(PyObject *written)
 static void values_are_gone(koila__tape *t, const storages *s)
 {
     for (uint32_t i = 0; i < t->n_leaf_slots; i++)
-        if (t->leaves[i].real && is_among(s, koila__storage_of(t->leaves[i].real)))
+        if (is_there(t, &t->leaves[i], s))
             t->leaves[i].version = UINT32_MAX;
     const uint32_t n = koila_graph_n_values(t->graph);
     for (koila_value v = 0; v < n && v < t->n_values_alloc; v++)
