@@ -615,6 +615,57 @@ def test_a_plain_write_that_is_no_method_is_right_or_said(name):
         buffered(lazy, SAID[name])
 
 
+TEACHES = {
+    "lists": lambda t, s: torch._foreach_lerp_([*t.parameters()], [*s.parameters()], 0.5),
+    "methods": lambda t, s: [
+        p.mul_(0.5).add_(q, alpha=0.5) for p, q in zip(t.parameters(), s.parameters(), strict=True)
+    ],
+    "data": lambda t, s: [
+        p.data.copy_(q) for p, q in zip(t.parameters(), s.parameters(), strict=True)
+    ],
+    "a checkpoint": lambda t, s: t.load_state_dict(s.state_dict()),
+}
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("how", TEACHES)
+def test_a_teacher_is_written_between_forward_and_backward(how, frozen, slices):
+    """Its results are without autograd, whether its weights want gradients or not."""
+
+    def train(wrap):
+        torch.manual_seed(0)
+        net, teacher = (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double() for _ in range(2))
+        teacher.requires_grad_(not frozen)
+        for _ in range(3):
+            x = wrap(torch.randn(B, 3, dtype=torch.float64))
+            with torch.no_grad():
+                goal = teacher(x)
+            loss = (net(x) - goal).square().sum()
+            with torch.no_grad():
+                TEACHES[how](teacher, net)
+            loss.backward()
+            torch.optim.SGD(net.parameters(), lr=0.1).step()
+        return [p.detach() for p in (*net.parameters(), *teacher.parameters())]
+
+    expected = train(lambda t: t)
+    with koila.micro_batch(rows(slices, B)):
+        got = train(lazy)
+    assert koila.last_plan().n_reads == 0, "something was computed at once"
+    for e, g in zip(expected, got, strict=True):
+        assert torch.allclose(e, g, rtol=1e-12, atol=1e-13)
+
+
+def test_statistics_of_lazy_data_given_by_name_are_the_step_s():
+    mean, var = torch.zeros(3), torch.ones(3)
+    x = lazy(torch.arange(3.0 * B).view(B, 3))
+    h = x - mean
+    named = {"running_mean": mean, "running_var": var, "training": True}
+    y = torch.native_batch_norm(x, None, None, momentum=0.5, eps=0.1, **named)[0]
+    koila.run(y)
+    assert torch.equal(plain(h), torch.arange(3.0 * B).view(B, 3)) and mean.tolist() != [0, 0, 0]
+
+
 def test_tensors_that_are_gone_are_not_looked_at():
     """A leaf that has a copy of its own does not keep the tensor that it was recorded from."""
     h = lazy(torch.ones(B, 3))
@@ -684,6 +735,14 @@ def test_nothing_is_copied_of_weights_batches_and_what_no_step_reads(monkeypatch
     given.add_(0)
     unread.add_(1)
     x.add_(1)  # lazy
+    assert not copied
+    with torch.no_grad():
+        h = lazy(given) * w
+        koila.run(h)
+        w.mul_(1)  # its result is there
+        h = lazy(given) * w
+        del h
+        w.mul_(1)  # nobody wants it
     assert not copied
     h = lazy(torch.ones(B, 3)) * w * frozen
     h.sum().backward()

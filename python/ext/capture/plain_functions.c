@@ -78,36 +78,43 @@ static PyObject *uncounted(PyObject *f, PyObject *const *values, size_t n, PyObj
     return r;
 }
 
-static bool is_any_lazy(PyObject *const *values, Py_ssize_t n)
+static bool is_any_lazy(PyObject *const *values, Py_ssize_t n_given, PyObject *names)
 {
+    const Py_ssize_t n = n_given + (names ? PyTuple_GET_SIZE(names) : 0);
     for (Py_ssize_t i = 0; i < n; i++)
         if (koila__is_lazy(values[i]))
             return true;
     return false;
 }
 
-/* batch_norm(input, weight, bias, running_mean, running_var, training, ...); running statistics of
- * lazy data are effects of the step. */
+/* The running statistics are the arguments from `first` on, or have names. Those of lazy data are
+ * effects of the step. */
+static PyObject *moved(PyObject *f, PyObject *const *values, size_t n, PyObject *names,
+                       Py_ssize_t first)
+{
+    const Py_ssize_t n_given = PyVectorcall_NARGS(n);
+    if (is_any_lazy(values, n_given, names))
+        return passed_on(f, values, n, names);
+    PyObject *mean = n_given > first ? values[first] : named("running_mean", values, n, names);
+    PyObject *variance =
+        n_given > first + 1 ? values[first + 1] : named("running_var", values, n, names);
+    return mean && variance ? uncounted(f, values, n, names, Py_BuildValue("[OO]", mean, variance))
+                            : passed_on(f, values, n, names);
+}
+
+/* batch_norm(input, weight, bias, running_mean, running_var, training, ...) */
 static PyObject *normalized(PyObject *f, PyObject *const *values, size_t n, PyObject *names)
 {
-    enum { MEAN = 3, VARIANCE, TRAINING };
-    const Py_ssize_t n_given = PyVectorcall_NARGS(n);
-    PyObject *mean = n_given > MEAN ? values[MEAN] : named("running_mean", values, n, names);
-    PyObject *variance =
-        n_given > VARIANCE ? values[VARIANCE] : named("running_var", values, n, names);
-    if (!koila__tapes || !mean || !variance ||
-        (n_given > TRAINING && values[TRAINING] == Py_False) || is_any_lazy(values, n_given))
-        return passed_on(f, values, n, names);
-    return uncounted(f, values, n, names, Py_BuildValue("[OO]", mean, variance));
+    enum { MEAN = 3, TRAINING = 5 };
+    const bool is_still = PyVectorcall_NARGS(n) > TRAINING && values[TRAINING] == Py_False;
+    return !koila__tapes || is_still ? passed_on(f, values, n, names)
+                                     : moved(f, values, n, names, MEAN);
 }
 
 /* batch_norm_update_stats(input, running_mean, running_var, momentum) */
 static PyObject *updated(PyObject *f, PyObject *const *values, size_t n, PyObject *names)
 {
-    const Py_ssize_t n_given = PyVectorcall_NARGS(n);
-    if (!koila__tapes || n_given < 3 || is_any_lazy(values, n_given))
-        return passed_on(f, values, n, names);
-    return uncounted(f, values, n, names, Py_BuildValue("[OO]", values[1], values[2]));
+    return koila__tapes ? moved(f, values, n, names, 1) : passed_on(f, values, n, names);
 }
 
 /* group.allreduce(tensors, ...), group.allgather(output_tensors, input_tensors, ...) */

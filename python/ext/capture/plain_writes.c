@@ -11,11 +11,12 @@
  * an item is a slot of the class, which each subclass has copied: theirs are exchanged too, and
  * classes to come copy ours. Functions that write: plain_functions.c.
  *
- * Only for tensors that the open step has recorded as they are, that require no gradient (weights
- * are large, and writing them between forward and backward is an error in eager too), and that are
- * no batch. A write that is not seen here, of an operator called below `torch.ops` or in C++,
- * leaves the version counter to tell: StaleValueError. So nothing is wrong where CPython or torch
- * call such a method in another way.
+ * Only for tensors that the open step has recorded as they are and that are no batch. Of one that
+ * requires a gradient, only where it was read without autograd and the results are still to be
+ * computed (a teacher that nobody froze): weights are large, and writing those that autograd saved
+ * is an error in eager too. A write that is not seen here, of an operator called below `torch.ops`
+ * or in C++, leaves the version counter to tell: StaleValueError. So nothing is wrong where CPython
+ * or torch call such a method in another way.
  */
 #include "capture/capture.h"
 
@@ -87,13 +88,53 @@ static bool is_unwritten(const tape_leaf *leaf)
     return koila__version_of(leaf->real, &version) == 0 && version == leaf->version;
 }
 
-/* New list: the leaves there that want no gradient. NULL: there are none, or an exception. */
+/* Of a value: what is still to be computed for lazy tensors that live reads it; so does a call that
+ * was recorded with autograd. */
+enum { IS_NEEDED = 1, HAS_GRADIENT = 2 };
+
+/* PyMem: these marks of all values of t. NULL: no memory. */
+static uint8_t *marks_of(const koila__tape *t)
+{
+    const koila_graph *g = t->graph;
+    const uint32_t n = koila_graph_n_values(g);
+    uint8_t *marks = n <= t->n_values_alloc ? PyMem_Calloc(n + 1, sizeof *marks) : NULL;
+    for (koila_value v = 0; marks && v < n; v++)
+        if (t->values[v].n_handles)
+            marks[v] = IS_NEEDED;
+    for (koila_node i = marks ? koila_graph_n_nodes(g) : 0; i-- > 0;) {
+        const koila_node_info info = koila_node_get(g, i);
+        const koila_sig_info *sig = koila_sig_get(koila__table, info.sig);
+        bool is_needed = false;
+        for (uint32_t o = 0; o < sig->n_outputs; o++) {
+            const koila_value v = info.first_output + o;
+            is_needed |= (marks[v] & IS_NEEDED) && !t->values[v].real;
+        }
+        for (uint32_t k = 0; is_needed && k < sig->n_inputs; k++)
+            marks[koila_node_inputs(g, i)[k]] |=
+                IS_NEEDED | (sig->grad_mode & 1 ? HAS_GRADIENT : 0);
+    }
+    return marks;
+}
+
+/* Does the leaf get a copy? One that wants a gradient only where it was read without autograd, as
+ * of a teacher. *marks: NULL, or what marks_of() has given. */
+static bool is_copied(const koila__tape *t, const tape_leaf *leaf, uint8_t **marks)
+{
+    if (!koila__requires_grad(leaf->real))
+        return true;
+    if (!*marks)
+        *marks = marks_of(t);
+    return *marks && (*marks)[leaf->value] == IS_NEEDED;
+}
+
+/* New list: the leaves there that get a copy. NULL: there are none, or an exception. */
 static PyObject *values_on(const koila__tape *t, const storages *s)
 {
     PyObject *values = NULL;
+    uint8_t *marks = NULL;
     for (uint32_t i = 0; i < t->n_leaf_slots; i++) {
         const tape_leaf *leaf = &t->leaves[i];
-        if (!is_there(t, leaf, s) || !is_unwritten(leaf) || koila__requires_grad(leaf->real))
+        if (!is_there(t, leaf, s) || !is_unwritten(leaf) || !is_copied(t, leaf, &marks))
             continue;
         if (!values)
             values = PyList_New(0);
@@ -105,6 +146,7 @@ static PyObject *values_on(const koila__tape *t, const storages *s)
             break;
         }
     }
+    PyMem_Free(marks);
     return values;
 }
 
