@@ -656,6 +656,17 @@ def test_a_teacher_is_written_between_forward_and_backward(how, frozen, slices):
         assert torch.allclose(e, g, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("name", ["out=", "a list", "a function", "batch norm"])
+def test_functions_that_were_torch_s_own_while_there_was_no_step_are_seen_again(name):
+    expected = buffered(lambda t: t, SEEN[name])
+    one = torch.ones(1)
+    for _ in range(2):
+        for _ in range(5000):
+            torch.numel(one)
+        for e, g in zip(expected, buffered(lazy, SEEN[name]), strict=True):
+            assert torch.allclose(e, g, rtol=1e-6)
+
+
 def test_statistics_of_lazy_data_given_by_name_are_the_step_s():
     mean, var = torch.zeros(3), torch.ones(3)
     x = lazy(torch.arange(3.0 * B).view(B, 3))

@@ -111,6 +111,11 @@ PyObject *koila__switch_function(int kind); /* borrowed; NULL: left alone */
 /* That many more open tapes have a batch: 1, 0 or -1. */
 void koila__switch_batch(int n_more);
 
+/* `replacement` may replace the entry of f, a function of torch that may write. */
+void koila__writers_add(PyObject *f, vectorcallfunc replacement);
+void koila__writers_begin(void); /* a step begins: they are replaced */
+void koila__writers_idle(void);  /* one of them was called while there is no step */
+
 /* ---- tape.c */
 /* Borrowed: the tape that lazy() joins here, never a closed one. NULL: the next one opens one. */
 koila__tape *koila__tape_open(void);

@@ -58,6 +58,8 @@ void koila__tape_has_exit(koila__tape *t)
 static void link_tape(koila__tape *t)
 {
     koila__tape **list = t->resting ? &koila__resting_tapes : &koila__tapes;
+    if (!t->resting)
+        koila__writers_begin();
     t->prev_tape = NULL;
     t->next_tape = *list;
     if (*list)
