@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypedDict, TypeVar, cast
 
 import torch
-from torch.utils._contextlib import _wrap_generator
+from torch.utils._contextlib import context_decorator
 
 from . import _core
 from ._nearest import did_you_mean
@@ -247,7 +247,7 @@ class _Setting(contextlib.ContextDecorator):
         too, whose body runs after the call."""
         if inspect.isgeneratorfunction(func):
             # around each resumption, as torch.no_grad() does
-            return cast(_F, _wrap_generator(lambda: self, func))
+            return cast(_F, context_decorator(lambda: self, func))
         if not inspect.iscoroutinefunction(func):
             return super().__call__(func)
 

@@ -52,7 +52,12 @@ def _install() -> None:
     def set_grad(self: torch.Tensor, value: Any) -> None:
         if value is not None and _core.is_lazy(value) and not _core.is_lazy(self):
             value = plain(value)
-        GRAD.__set__(self, value)
+        if _core.is_lazy(self) and torch.is_inference_mode_enabled():
+            # torch 2.15 makes the node of a view here, and in inference mode it cannot
+            with torch.inference_mode(False):
+                GRAD.__set__(self, value)
+        else:
+            GRAD.__set__(self, value)
 
     torch.Tensor.data = _Attribute(DATA, _core.data_of, guarded_data)  # type: ignore[assignment]
     torch.Tensor.grad = _Attribute(GRAD, GRAD.__get__, set_grad)  # type: ignore[assignment]

@@ -101,6 +101,7 @@ def test_what_users_need_is_keyword_only_past_the_subject():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="read with 2.13's types")
 def test_mypy_strict_finds_nothing_in_the_package_and_in_a_users_program_what_it_should():
     from mypy import api
 
