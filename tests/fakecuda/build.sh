@@ -19,6 +19,13 @@ pip() { "$venv/bin/python" -m pip "$@"; }
 "$venv/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null ||
     pip install -q --no-deps "$wheel"
 
+# The version of cuDNN that the wheel was made for, which the stub must not be older than.
+work=$venv/fakecuda
+mkdir -p "$work/wheels" "$work/objects"
+cudnn=$(sed -n 's/^Requires-Dist: nvidia-cudnn-cu[0-9]*==\([0-9]*\.[0-9]*\.[0-9]*\).*/\1/p' \
+    "$venv"/lib/python*/site-packages/torch-*.dist-info/METADATA)
+[ -z "$cudnn" ] || echo "$cudnn" >"$work/cudnn"
+
 # The stubs take the place of NVIDIA's packages: nothing installed later may bring those.
 sed -i -E '/^Requires-Dist: (nvidia|cuda|triton)/d' \
     "$venv"/lib/python*/site-packages/torch-*.dist-info/METADATA
@@ -27,8 +34,6 @@ site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platli
 
 # The headers of the runtime, for signatures and layouts (2.4 MB), of the wheel's CUDA version.
 cuda=$(sed -n "s/^cuda.*= '\([0-9]*\.[0-9]*\)'.*/\1/p" "$site/torch/version.py")
-work=$venv/fakecuda
-mkdir -p "$work/wheels" "$work/objects"
 case $cuda in
 12.*)
     headers="nvidia-cuda-runtime-cu12==$cuda.* nvidia-cuda-nvcc-cu12==$cuda.*"
@@ -49,6 +54,8 @@ if [ ! -d "$work/nvidia" ]; then
         cp -r "$work/nvidia/cuda_nvcc/include/crt" "$include/"
     fi
 fi
+export CUDNN_VERSION
+CUDNN_VERSION=$(cat "$work/cudnn" 2>/dev/null || echo 9.20.0)
 "$venv/bin/python" "$here/make_stubs.py" "$site/torch/lib" "$include" "$lib" "$work/objects"
 
 cp "$here/fakecuda.py" "$site/"

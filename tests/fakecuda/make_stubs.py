@@ -7,6 +7,7 @@ receives the libraries, WORK the objects. The wheel says which versions of the l
 linked against, and its undefined symbols say what a library must export. A symbol that src/ does
 not define becomes a function that returns the library's code for "not supported"."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,9 @@ FLAGS += ["-Wno-builtin-declaration-mismatch", "-Wno-unused-parameter"]
 
 SONAME = "the soname"  # the version of the symbols of most libraries
 
+# The stub tells it, for torch refuses one that is older than it was made for.
+CUDNN = "{" + os.environ.get("CUDNN_VERSION", "9.20.0").replace(".", ",") + "}"
+
 # library: (sources, prefixes of its symbols where they carry no version, their version, what a
 # function returns that src/ does not define, flags)
 LIBRARIES = {
@@ -38,7 +42,7 @@ LIBRARIES = {
     "libnvidia-ml": (["nvml.c"], (), None, 3, []),
     "libcublas": (["blas.c"], (), SONAME, 0, []),
     "libcublasLt": (["blas.c"], (), SONAME, 0, ["-DLT"]),
-    "libcudnn": (["dnn.c"], (), SONAME, 3000, []),
+    "libcudnn": (["dnn.c"], (), SONAME, 3000, [f"-DCUDNN_PARTS={CUDNN}"]),
     "libcufft": (["fft.c"], (), SONAME, 16, []),
     "libnvrtc": (["nvrtc.c"], (), SONAME, 11, []),
     "libcurand": ([], ("curand",), None, 203, []),
