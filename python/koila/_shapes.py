@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ._torch import torch, untyped_storage
+from ._torch import VERSION, torch, untyped_storage
 from . import _core
 from ._calls import is_dense, lazies_of, map_call, tensors_of, value_dependent, which_written
 from ._errors import UnsupportedError
@@ -306,7 +306,8 @@ def _corrected(func: Any, args: tuple[Any, ...], fakes: list[Any], out: _Out) ->
 
 
 def _correct_on_cuda(func: Any, args: tuple[Any, ...], out: _Out) -> None:
-    if func in _states_on_the_host:
+    if func is _efficient_attention and (VERSION < (2, 14) or any(args[5:6])):
+        # The state of the generator, numbers of the host; from 2.14 on only where it is drawn from.
         out[2:4] = [(_TENSOR, (o[0], torch.device("cpu"), *o[2:])) for _, o in out[2:4]]
     if func is aten._cudnn_rnn.default:
         dtype, device, size, stride, offset = out[0][1]
@@ -332,8 +333,7 @@ def _format_of(func: Any, args: tuple[Any, ...], fakes: list[Any], device_type: 
     return None if like is None else torch._prims_common.suggest_memory_format(fakes[like])
 
 
-# Of these, results 2 and 3 are the state of the generator, numbers of the host.
-_states_on_the_host = {aten._scaled_dot_product_efficient_attention.default}
+_efficient_attention = aten._scaled_dot_product_efficient_attention.default
 _norm_backward = aten.native_batch_norm_backward.default
 _attention_of_the_cpu = aten._scaled_dot_product_flash_attention_for_cpu.default
 # The CPU's kernels lay result 0 out in the memory format that this input suggests, contiguous where
