@@ -36,6 +36,9 @@ koila_status koila__cache_collect(koila_cache *c, size_t n_rounds);
 /* keeps the state; same large segment size */
 void koila__cache_set_settings(koila_cache *c, const koila_cache_config *conf);
 
+/* koila_cache_config.torch_version */
+uint32_t koila__cache_torch_version(const koila_cache *c);
+
 /* For a what-if, behind a mark: peaks start from here, and `margin` bytes of the device (if it has
  * a limit) are not there. */
 void koila__cache_begin(koila_cache *c, uint64_t margin);

@@ -135,6 +135,8 @@ uint64_t koila__cache_layout(const koila_cache *c)
     return x.h | 1;
 }
 
+uint32_t koila__cache_torch_version(const koila_cache *c) { return c->conf.torch_version; }
+
 uint64_t koila__cache_left(const koila_cache *c)
 {
     const uint64_t held = c->s.stat.of[KOILA_STAT_ALLOCATED_BYTES][KOILA_STAT_ALL].current;

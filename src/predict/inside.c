@@ -681,6 +681,15 @@ uint64_t koila__cublas_bytes(const koila_device *d, const koila_predict_opts *o,
     return field_at(d, KOILA_DEVICE_CUBLAS_BYTES, level);
 }
 
+uint64_t koila__product_workspace(const koila__cuda_call *k)
+{
+    const uint64_t bytes = koila__cublas_bytes(k->d, k->o, k->level);
+    for (uint32_t i = 0; k->sig->n_inputs > 2 && i < k->sig->n_inputs; i++)
+        if (input_meta(k, i)->n_dims == 1)
+            return bytes < MIB ? bytes : MIB;
+    return bytes;
+}
+
 /* ---- differences between recordings on CUDA and on a CPU */
 
 static uint32_t facts_of(const koila_graph *g, koila_node n)

@@ -152,8 +152,16 @@ static koila__storage_id storage_of(const koila__sim *s, koila_value v)
     return s->local[v] ? s->local[v] : s->whole[v];
 }
 
-/* cuBLAS takes its workspace with the first product of each thread and never releases it. Backward
- * has a thread of its own, which records without grad mode; unless one thread runs all. */
+/* From torch 2.15 on each product takes a workspace and gives it back.
+ * (TORCH_CUBLAS_WORKSPACE_CACHE=1, with which one is kept as before, is not read.) */
+static bool gives_back_cublas(const koila__sim *s)
+{
+    return koila__cache_torch_version(s->c) >= KOILA__GIVES_CUBLAS_BACK;
+}
+
+/* Before 2.15 cuBLAS takes its workspace with the first product of each thread and never releases
+ * it. Backward has a thread of its own, which records without grad mode; unless one thread runs
+ * all. */
 static void first_product(koila__sim *s, bool grad_mode)
 {
     if (s->has_cublas[grad_mode])
@@ -261,7 +269,8 @@ void koila__sim_run_node(koila__sim *s, koila_node n, uint16_t steal)
                                  .part = is_slice ? (double)s->rows / (double)s->batch : 1.0,
                                  .is_plain = s->is_plain };
     s->at_node = n;
-    if (k.kind == KOILA__INSIDE_GEMM)
+    const bool is_product = k.kind == KOILA__INSIDE_GEMM;
+    if (is_product && !gives_back_cublas(s))
         first_product(s, sig->grad_mode & 1);
     koila__temps temps;
     const bool is_measured = measured_temporaries(s, id, &temps);
@@ -269,6 +278,8 @@ void koila__sim_run_node(koila__sim *s, koila_node n, uint16_t steal)
     make_written(s, n, sig, steal);
     if (!is_measured)
         temps = koila__temporaries(&k, out_bytes);
+    if (!is_measured && is_product && gives_back_cublas(s))
+        temps.bytes[temps.n++] = koila__product_workspace(&k);
     const uint64_t kept = is_measured && s->is_plain ? koila__kept_losses(&k) : 0;
     /* it was measured as koila runs it, which copies the number out of them */
     temps.bytes[0] -= kept < temps.bytes[0] ? kept : temps.bytes[0];

@@ -26,6 +26,14 @@ static koila_device *gpu(const char *name)
     return d;
 }
 
+/* The allocator of that version, until the next call. */
+static const koila_cache_config *torch(const char *version)
+{
+    static koila_cache_config conf;
+    CHECK_EQ(koila_cache_config_init(&conf, version), KOILA_OK);
+    return &conf;
+}
+
 /* one product and a pointwise result: 8192 x 1024 by 1024 x 2048 */
 static const char product[] =
     "koila graph 1\naxis 8192\n%0 = batch axis 0 dim 0 f32[8192, 1024] \"x\"\n%1 = real f32[1024, "
@@ -39,7 +47,7 @@ TEST(predict__a_product_is_what_one_counts_by_hand)
     koila_device *d = gpu("a100-40gb");
     koila_prediction p;
     koila_error e = KOILA_ERROR_INIT;
-    CHECK_EQ(koila_predict(g, d, NULL, NULL, &p, &e), KOILA_OK);
+    CHECK_EQ(koila_predict(g, d, torch("2.13"), NULL, &p, &e), KOILA_OK);
     /* x 32, w 8, mm 64, relu 64 MiB, cuBLAS 8,519,680 B */
     CHECK_EQ(p.first.allocated.expected, (32 + 8 + 64 + 64) * MIB + 8519680);
     CHECK_EQ(p.first.allocated.low, p.first.allocated.high);
@@ -63,12 +71,12 @@ TEST(predict__slices_need_less_and_never_change_the_result)
     koila_device *d = gpu("a100-40gb");
     koila_prediction whole, sliced, again;
     koila_predict_opts o = { .struct_size = sizeof o, .rows = 1024 };
-    CHECK_EQ(koila_predict(g, d, NULL, NULL, &whole, NULL), KOILA_OK);
-    CHECK_EQ(koila_predict(g, d, NULL, &o, &sliced, NULL), KOILA_OK);
+    CHECK_EQ(koila_predict(g, d, torch("2.13"), NULL, &whole, NULL), KOILA_OK);
+    CHECK_EQ(koila_predict(g, d, torch("2.13"), &o, &sliced, NULL), KOILA_OK);
     CHECK_EQ(sliced.n_slices, 8);
     CHECK(sliced.first.allocated.expected < whole.first.allocated.expected);
     memset(&again, 0, sizeof again);
-    CHECK_EQ(koila_predict(g, d, NULL, &o, &again, NULL), KOILA_OK);
+    CHECK_EQ(koila_predict(g, d, torch("2.13"), &o, &again, NULL), KOILA_OK);
     CHECK_EQ(again.steady.reserved.high, sliced.steady.reserved.high);
     koila_device_free(d);
     koila_graph_free(g);
@@ -89,7 +97,7 @@ TEST(predict__low_expected_high_are_in_order_and_unknown_operators_are_named)
     koila_graph *g = parse(&t, with_line);
     koila_device *d = gpu("L4-24GB");
     koila_prediction p;
-    CHECK_EQ(koila_predict(g, d, NULL, NULL, &p, NULL), KOILA_OK);
+    CHECK_EQ(koila_predict(g, d, torch("2.13"), NULL, &p, NULL), KOILA_OK);
     CHECK(p.steady.allocated.low < p.steady.allocated.expected &&
           p.steady.allocated.expected < p.steady.allocated.high);
     CHECK(p.steady.device.low < p.steady.device.expected &&
@@ -110,13 +118,13 @@ TEST(predict__what_does_not_fit_is_said)
     koila_prediction p;
     koila_predict_opts o = { .struct_size = sizeof o, .memory_bytes = 700 * MIB };
     koila_error e = KOILA_ERROR_INIT;
-    CHECK_EQ(koila_predict(g, d, NULL, &o, &p, &e), KOILA_OK);
+    CHECK_EQ(koila_predict(g, d, torch("2.13"), &o, &p, &e), KOILA_OK);
     CHECK(!p.fits); /* 240 MiB and a context of up to 570 */
     o.memory_bytes = 900 * MIB;
-    CHECK_EQ(koila_predict(g, d, NULL, &o, &p, &e), KOILA_OK);
+    CHECK_EQ(koila_predict(g, d, torch("2.13"), &o, &p, &e), KOILA_OK);
     CHECK(p.fits && p.spare_bytes < 200 * MIB);
     o.memory_bytes = 100 * MIB;
-    CHECK_EQ(koila_predict(g, d, NULL, &o, &p, &e), KOILA_OOM);
+    CHECK_EQ(koila_predict(g, d, torch("2.13"), &o, &p, &e), KOILA_OOM);
     CHECK(strstr(e.text, "a CUDA context alone needs") && strstr(e.text, "104857600 are given"));
     koila_device_free(d);
     koila_graph_free(g);
@@ -138,11 +146,11 @@ TEST(predict__an_optimizer_adds_its_state)
     static const uint64_t states[] = { 0, 0, 1, 2, 2 };
     koila_prediction p, none;
     koila_predict_opts o = { .struct_size = sizeof o };
-    CHECK_EQ(koila_predict(g, d, NULL, &o, &none, NULL), KOILA_OK);
+    CHECK_EQ(koila_predict(g, d, torch("2.13"), &o, &none, NULL), KOILA_OK);
     for (uint32_t k = 0; k <= KOILA_OPTIMIZER_ADAMW; k++) {
         o.optimizer = k;
         o.way = KOILA_WAY_FOREACH;
-        CHECK_EQ(koila_predict(g, d, NULL, &o, &p, NULL), KOILA_OK);
+        CHECK_EQ(koila_predict(g, d, torch("2.13"), &o, &p, NULL), KOILA_OK);
         CHECK(p.steady.allocated.expected >= none.steady.allocated.expected + states[k] * 4 * MIB);
         CHECK(p.steady.allocated.expected <=
               none.steady.allocated.expected + (states[k] + 1) * 4 * MIB);
@@ -161,7 +169,7 @@ static koila_prediction on_gpu(const char *name, const char *text, koila_predict
     koila_prediction p = { 0 };
     koila_error e = KOILA_ERROR_INIT;
     o.struct_size = sizeof o;
-    CHECK_EQ(koila_predict(g, d, NULL, &o, &p, &e), KOILA_OK);
+    CHECK_EQ(koila_predict(g, d, torch("2.13"), &o, &p, &e), KOILA_OK);
     koila_device_free(d);
     koila_graph_free(g);
     koila_table_free(t);
@@ -296,12 +304,12 @@ TEST(predict__plain_pytorch_frees_what_is_dropped_and_keeps_what_is_held)
     koila_device *d = gpu("h100-80gb");
     koila_prediction p;
     /* nothing is known: until the last use */
-    CHECK_EQ(koila_predict(g, d, NULL, NULL, &p, NULL), KOILA_OK);
+    CHECK_EQ(koila_predict(g, d, torch("2.13"), NULL, &p, NULL), KOILA_OK);
     CHECK_EQ(p.plain_first.allocated.expected, 3 * 4 * MIB);
     /* held to the end: the plan does not care */
     CHECK_EQ(koila_graph_drop(g, 1), KOILA_OK);
     CHECK_EQ(koila_graph_drop(g, 99), KOILA_BAD_ARGUMENT);
-    CHECK_EQ(koila_predict(g, d, NULL, NULL, &p, NULL), KOILA_OK);
+    CHECK_EQ(koila_predict(g, d, torch("2.13"), NULL, &p, NULL), KOILA_OK);
     CHECK_EQ(p.plain_first.allocated.expected, 4 * 4 * MIB);
     CHECK_EQ(p.first.allocated.expected, 3 * 4 * MIB);
     koila_device_free(d);
@@ -320,11 +328,11 @@ TEST(predict__leaves_of_one_storage_count_once)
     koila_device *d = gpu("h100-80gb");
     koila_prediction apart;
     koila_prediction together;
-    CHECK_EQ(koila_predict(g, d, NULL, NULL, &apart, NULL), KOILA_OK);
+    CHECK_EQ(koila_predict(g, d, torch("2.13"), NULL, &apart, NULL), KOILA_OK);
     CHECK_EQ(koila_graph_stored(g, 1, 7, MIB), KOILA_OK);
     CHECK_EQ(koila_graph_stored(g, 2, 7, MIB), KOILA_OK);
     CHECK_EQ(koila_graph_stored(g, 3, 7, MIB), KOILA_BAD_ARGUMENT); /* no leaf */
-    CHECK_EQ(koila_predict(g, d, NULL, NULL, &together, NULL), KOILA_OK);
+    CHECK_EQ(koila_predict(g, d, torch("2.13"), NULL, &together, NULL), KOILA_OK);
     CHECK_EQ(apart.plain_first.allocated.expected - together.plain_first.allocated.expected, MIB);
     koila_device_free(d);
     koila_graph_free(g);
@@ -505,7 +513,7 @@ TEST(on_cuda__a_convolution_copies_its_operands_channels_last)
         koila_graph *g = parse(&t, step);
         koila_device *d = gpu(rows[i].device);
         koila_prediction p;
-        CHECK_EQ(koila_predict(g, d, NULL, NULL, &p, NULL), KOILA_OK);
+        CHECK_EQ(koila_predict(g, d, torch("2.13"), NULL, &p, NULL), KOILA_OK);
         const uint64_t held = (1605632 + 3211264 + 131072 * (uint64_t)(n * n)) * rows[i].bytes;
         const uint64_t usual = koila_device_get(d, KOILA_DEVICE_CONV_BYTES).value;
         const uint64_t inside = rows[i].inside == NOTHING ? 0 : rows[i].inside;
@@ -540,7 +548,7 @@ TEST(on_cuda__a_convolution_s_gradients_copy_one_after_the_other)
         koila_graph *g = parse(&t, step);
         koila_device *d = gpu("h100-80gb");
         koila_prediction p;
-        CHECK_EQ(koila_predict(g, d, NULL, NULL, &p, NULL), KOILA_OK);
+        CHECK_EQ(koila_predict(g, d, torch("2.13"), NULL, &p, NULL), KOILA_OK);
         const double image = 128.0 * c * e * e * 4 / MIB, weight = 9.0 * c * c * 4 / MIB;
         /* two images and a weight are given, an image and a weight are made */
         const double most = 3 * image + 2 * weight + 2 * image + weight + rows[i].sums;
@@ -588,6 +596,44 @@ TEST(on_cuda__an_optimizer_s_temporaries_depend_on_its_way)
         else
             CHECK(p.steady.allocated.expected <= base + MIB);
     }
+}
+
+/* Of the first step, with so much for each workspace of cuBLAS. */
+static uint64_t peak_with(const char *text, const char *version, const char *cublas)
+{
+    koila_table *t;
+    koila_graph *g = parse(&t, text);
+    koila_device *d = gpu("a100-40gb");
+    koila_prediction p = { 0 };
+    const koila_predict_opts o = { .struct_size = sizeof o, .cublas_workspace = cublas };
+    CHECK_EQ(koila_predict(g, d, torch(version), &o, &p, NULL), KOILA_OK);
+    koila_device_free(d);
+    koila_graph_free(g);
+    koila_table_free(t);
+    return p.first.allocated.expected;
+}
+
+TEST(on_cuda__from_torch_2_15_on_a_product_gives_its_workspace_back)
+{
+    static const char *none = ":0:0", *large = ":65536:1"; /* 64 MiB */
+    /* the peak is behind the product: what is still there of its workspace adds to it */
+    static const char late[] =
+        "koila graph 1\naxis 8192\n%0 = batch axis 0 dim 0 f32[8192, 1024]\n"
+        "%1 = real f32[1024, 1024]\n%2 = aten::mm(%0, %1) -> f32[8192, 1024] grad\n"
+        "%3 = aten::relu(%2) -> f32[8192, 1024] grad\n"
+        "%4 = aten::sin(%3) -> f32[8192, 1024] grad\n%5 = aten::mul(%4, %3) -> f32[8192, 1024]\n";
+    CHECK_EQ(peak_with(late, "2.14", large) - peak_with(late, "2.14", none), 64 * MIB);
+    CHECK_EQ(peak_with(late, "2.15", large), peak_with(late, "2.15", none));
+    CHECK_EQ(peak_with(product, "2.14", none), peak_with(product, "2.15", none));
+    /* a sum with a vector is cuBLASLt's, with 1 MiB */
+    static const char linear[] =
+        "koila graph 1\naxis 64\n%0 = batch axis 0 dim 0 f32[64, 64]\n%1 = real f32[64, 64]\n"
+        "%2 = real f32[64]\n%3 = aten::addmm(%2, %0, %1) -> f32[64, 64] grad\n";
+    static const char square[] =
+        "koila graph 1\naxis 64\n%0 = batch axis 0 dim 0 f32[64, 64]\n%1 = real f32[64, 64]\n"
+        "%2 = aten::mm(%0, %1) -> f32[64, 64] grad\n";
+    CHECK_EQ(peak_with(linear, "2.15", large) - peak_with(linear, "2.15", none), MIB);
+    CHECK_EQ(peak_with(square, "2.15", large) - peak_with(square, "2.15", none), 64 * MIB);
 }
 
 TEST(on_cuda__a_scaler_and_cublas_settings_count)
@@ -661,7 +707,7 @@ TEST(on_cuda__cudnn_s_attention_comes_first_where_it_is_new_and_the_device_is)
                  rows[i].capability, rows[i].cudnn);
         koila_graph *g = parse(&t, text);
         CHECK_EQ(koila_device_open(profile, strlen(profile), NULL, &d, NULL), KOILA_OK);
-        CHECK_EQ(koila_predict(g, d, NULL, &o, &p, NULL), KOILA_OK);
+        CHECK_EQ(koila_predict(g, d, torch("2.13"), &o, &p, NULL), KOILA_OK);
         const uint64_t inside =
             p.first.allocated.expected - 4 * (uint64_t)(32 * 8 * 64 * 64 * bytes) - 32 * 8 * 64 * 4;
         CHECK_EQ(inside >= 16 * MIB, rows[i].is_cudnn); /* its workspace */
@@ -730,7 +776,7 @@ static koila_cache *cache_of(uint64_t total, const koila_segment *s, size_t n)
 {
     koila_cache_config conf;
     koila_cache *c = NULL;
-    koila_cache_config_init(&conf, NULL);
+    koila_cache_config_init(&conf, "2.13");
     conf.total_bytes = total;
     CHECK_EQ(koila_cache_from_segments(&conf, NULL, s, n, &c, NULL), KOILA_OK);
     return c;
