@@ -92,7 +92,11 @@ rank, port, device = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 torch.set_default_device(device)
 backend = "gloo" if device == "cpu" else "nccl"
-dist.init_process_group(backend, rank=rank, world_size=2)
+# both ranks share a GPU; torch 2.15 would take rank 1 to have one of its own
+gpu = None if device == "cpu" else torch.device("cuda:0")
+if gpu is not None:
+    torch.cuda.set_device(gpu)
+dist.init_process_group(backend, rank=rank, world_size=2, device_id=gpu)
 """
 
 ENDING = """
