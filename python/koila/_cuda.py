@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ._errors import UnsupportedError
+from ._torch import VERSION
 
 _STATE = [
     (what, pool)
@@ -126,8 +127,16 @@ def settings(index: int) -> tuple[str, str, str, float, int, int, str]:
         float(fraction),
         total,
         stream,
-        os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
+        _cublas_workspace(),
     )
+
+
+def _cublas_workspace() -> str:
+    """As CUBLAS_WORKSPACE_CONFIG says it; from 2.15 on programs may have set another one."""
+    size = getattr(torch._C, "_cuda_getCublasWorkspaceSize", None)
+    if size is None or VERSION < (2, 15):
+        return os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+    return f":{int(size()) >> 10}:1"
 
 
 def profile(index: int, context_bytes: int) -> str:

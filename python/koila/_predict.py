@@ -20,6 +20,7 @@ from ._errors import UnsupportedError
 from ._lazy import describe, lazy, tree_map
 from ._plan import Plan, cut_in_words
 from ._switch import refuse_when_off
+from ._torch import VERSION
 from ._undo import UndoWrites
 
 
@@ -313,6 +314,8 @@ def _train_a_little() -> None:
 def _cublas_workspace() -> int:
     """Bytes of cuBLAS's workspace; 0: this torch cannot tell. Only this thread's is measured: the
     others (cuBLASLt's, the backward thread's) are given back before."""
+    if VERSION >= (2, 15):  # each product gives it back
+        return int(torch._C._cuda_getCublasWorkspaceSize())
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is None:
         return 0

@@ -683,11 +683,10 @@ uint64_t koila__cublas_bytes(const koila_device *d, const koila_predict_opts *o,
 
 uint64_t koila__product_workspace(const koila__cuda_call *k)
 {
-    const uint64_t bytes = koila__cublas_bytes(k->d, k->o, k->level);
     for (uint32_t i = 0; k->sig->n_inputs > 2 && i < k->sig->n_inputs; i++)
         if (input_meta(k, i)->n_dims == 1)
-            return bytes < MIB ? bytes : MIB;
-    return bytes;
+            return KOILA__CUBLASLT_BYTES;
+    return koila__cublas_bytes(k->d, k->o, k->level);
 }
 
 /* ---- differences between recordings on CUDA and on a CPU */

@@ -156,16 +156,16 @@ static koila_status make_plan(const koila_graph *part, const koila_value *target
 {
     const int64_t rows = how.rows;
     const bool is_forced = rows > 0 && !how.must_fit;
-    koila_plan_options o = { .struct_size = sizeof o,
-                             .axes = how.axes,
-                             .recomputes = how.recomputes,
-                             .finds_least = how.finds_least,
-                             .budget_bytes = is_forced && !koila__settings_now().has_budget
-                                                 ? UINT64_MAX
-                                                 : room->bytes,
-                             .rows = rows,
-                             .workspace = koila__workspace_of,
-                             .spared = koila__spared_of };
+    koila_plan_options o = {
+        .struct_size = sizeof o,
+        .axes = how.axes,
+        .recomputes = how.recomputes,
+        .finds_least = how.finds_least,
+        .budget_bytes = is_forced && !koila__settings_now().has_budget ? UINT64_MAX : room->bytes,
+        .rows = rows,
+        .workspace = room->gpu < 0 ? koila__workspace_of : koila__gpu_workspace_of,
+        .spared = koila__spared_of
+    };
     if (how.offloads) {
         o.host_price = koila__host_price(room->gpu);
         o.host_bytes = koila__host_room();

@@ -336,11 +336,16 @@ koila_status koila__gpu_plan(const koila__room *room, const koila_graph *part,
                              const koila_plan_options *o, koila_plan **out, koila_fit *fit,
                              koila_error *err);
 bool koila__gpu_still_fits(const koila__room *room, cached *c);
+/* koila__workspace_of() of a step on a GPU, after koila__gpu_plan(): with the workspace that a
+ * product takes for itself. */
+uint64_t koila__gpu_workspace_of(void *ignored, koila_sig sig, int64_t rows, int64_t batch);
 /* Plan c ran out of memory although it fitted: its graph gets a margin. */
 void koila__gpu_ran_out(cached *c);
 /* A run of plan c has learned more of what operators use inside: its graph's margin ends. */
 void koila__gpu_has_learned(const cached *c);
-/* A step has run a matrix product there: from then on cuBLAS keeps its workspace. */
+/* A step has run a matrix product there. Before torch 2.15, and with
+ * TORCH_CUBLAS_WORKSPACE_CACHE=1, cuBLAS keeps its workspace from then on; else each product takes
+ * one for itself. */
 void koila__gpu_ran_product(int index);
 bool koila__gpu_bytes(int index, koila__gpu_count *out); /* false: it cannot be read */
 /* What that function or class of koila._cuda gives for the GPU. New; NULL with an exception. */
