@@ -69,6 +69,15 @@ typedef struct koila_predict_opts {
     bool rows_only; /**< koila_plan_options.axes is KOILA_AXES_ROWS, not ANY */
 } koila_predict_opts;
 
+/** koila_cache_config.torch_version from which on a product on CUDA takes its workspace for itself
+ * and gives it back. Before, cuBLAS keeps one from a thread's first product on. */
+enum { KOILA_PRODUCTS_GIVE_BACK = 215 };
+/** The bytes of that workspace: `cublas_bytes`; 1 MiB where a vector is added, which cuBLASLt does
+ * (CUBLASLT_WORKSPACE_SIZE is not read); 0: the call is no product. [seen: the allocations of torch
+ * 2.15 on the simulated device] */
+KOILA_API uint64_t koila_product_workspace(const koila_table *t, koila_sig sig,
+                                           uint64_t cublas_bytes);
+
 /** Bytes of three runs, in which operators use the least, the likely and the most memory inside.
  * low <= expected <= high; low and high are the least and the most of the three. */
 typedef struct koila_range {

@@ -681,12 +681,16 @@ uint64_t koila__cublas_bytes(const koila_device *d, const koila_predict_opts *o,
     return field_at(d, KOILA_DEVICE_CUBLAS_BYTES, level);
 }
 
-uint64_t koila__product_workspace(const koila__cuda_call *k)
+uint64_t koila_product_workspace(const koila_table *t, koila_sig sig, uint64_t cublas_bytes)
 {
-    for (uint32_t i = 0; k->sig->n_inputs > 2 && i < k->sig->n_inputs; i++)
-        if (input_meta(k, i)->n_dims == 1)
-            return KOILA__CUBLASLT_BYTES;
-    return koila__cublas_bytes(k->d, k->o, k->level);
+    const koila_sig_info *s = koila_sig_get(t, sig);
+    const uint32_t dense = koila_facts_dense(koila_op_facts(t, s->op));
+    if (dense != KOILA_FACT_DENSE_CONTRACT && dense != KOILA_FACT_DENSE_CONTRACT_BIASED)
+        return 0;
+    for (uint32_t i = 0; s->n_inputs > 2 && i < s->n_inputs; i++)
+        if (koila_meta_get(t, s->inputs[i])->n_dims == 1)
+            return MIB;
+    return cublas_bytes;
 }
 
 /* ---- differences between recordings on CUDA and on a CPU */

@@ -91,12 +91,6 @@ uint64_t koila__result_bytes(const koila__cuda_call *k, uint32_t output, uint64_
  * profile's. */
 uint64_t koila__cublas_bytes(const koila_device *d, const koila_predict_opts *o,
                              koila__level level);
-/* koila_cache_config.torch_version from which on a product gives its workspace back */
-enum { KOILA__GIVES_CUBLAS_BACK = 215, KOILA__CUBLASLT_BYTES = 1 << 20 };
-/* Bytes of the workspace that the product k takes for itself then: those of cuBLAS,
- * or cuBLASLt's, which adds a vector (CUBLASLT_WORKSPACE_SIZE is not read). [seen: the
- * allocations of torch 2.15 on the simulated device] */
-uint64_t koila__product_workspace(const koila__cuda_call *k);
 
 /* Dropout masks of g: sets is_mask[v], Note [Masks]. `is_mask` has a zero for every value of g. */
 void koila__find_masks(const koila_graph *g, uint8_t *is_mask);

@@ -364,7 +364,7 @@ static void note_operators(koila_prediction *p, const prediction_input *x, const
     if (seen[KOILA__INSIDE_CONV])
         note(p, "convolutions are taken to copy their operands for tensor cores (as on an H200), "
                 "else to use the profile's convolution workspace");
-    if (seen[KOILA__INSIDE_GEMM] && x->conf.torch_version < KOILA__GIVES_CUBLAS_BACK)
+    if (seen[KOILA__INSIDE_GEMM] && x->conf.torch_version < KOILA_PRODUCTS_GIVE_BACK)
         note(p, "cuBLAS keeps one workspace for forward and one for backward");
     if (seen[KOILA__INSIDE_RNN])
         note(p,

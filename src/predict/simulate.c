@@ -152,11 +152,10 @@ static koila__storage_id storage_of(const koila__sim *s, koila_value v)
     return s->local[v] ? s->local[v] : s->whole[v];
 }
 
-/* From torch 2.15 on each product takes a workspace and gives it back.
- * (TORCH_CUBLAS_WORKSPACE_CACHE=1, with which one is kept as before, is not read.) */
+/* (TORCH_CUBLAS_WORKSPACE_CACHE=1, with which one is kept as before torch 2.15, is not read.) */
 static bool gives_back_cublas(const koila__sim *s)
 {
-    return koila__cache_torch_version(s->c) >= KOILA__GIVES_CUBLAS_BACK;
+    return koila__cache_torch_version(s->c) >= KOILA_PRODUCTS_GIVE_BACK;
 }
 
 /* Before 2.15 cuBLAS takes its workspace with the first product of each thread and never releases
@@ -279,7 +278,8 @@ void koila__sim_run_node(koila__sim *s, koila_node n, uint16_t steal)
     if (!is_measured)
         temps = koila__temporaries(&k, out_bytes);
     if (!is_measured && is_product && gives_back_cublas(s))
-        temps.bytes[temps.n++] = koila__product_workspace(&k);
+        temps.bytes[temps.n++] =
+            koila_product_workspace(s->t, id, koila__cublas_bytes(s->d, &s->o, s->level));
     const uint64_t kept = is_measured && s->is_plain ? koila__kept_losses(&k) : 0;
     /* it was measured as koila runs it, which copies the number out of them */
     temps.bytes[0] -= kept < temps.bytes[0] ? kept : temps.bytes[0];

@@ -31,7 +31,7 @@ static struct {
     uint64_t ran_products[4]; /* a bit for each GPU: a step has run a product there */
 } gpu;
 
-enum { N_MARGINS = 64, LT_WORKSPACE = 1 << 20 /* bytes: of cuBLASLt */ };
+enum { N_MARGINS = 64 };
 static struct margin {
     uint64_t key, bytes, used;
 } margins[N_MARGINS];
@@ -319,30 +319,17 @@ static bool keeps_cublas(void)
     if (!PyArg_ParseTuple(koila__torch.version, "ll", &major, &minor))
         PyErr_Clear();
     const char *cache = getenv("TORCH_CUBLAS_WORKSPACE_CACHE");
-    keeps = (major == 2 && minor < 15) || (cache && strcmp(cache, "1") == 0);
+    keeps = 100 * major + minor < KOILA_PRODUCTS_GIVE_BACK || (cache && strcmp(cache, "1") == 0);
     return keeps;
-}
-
-/* A product that adds a vector is cuBLASLt's, as in koila__product_workspace(). */
-static uint64_t product_workspace(koila_sig sig)
-{
-    const koila_sig_info *s = koila_sig_get(koila__table, sig);
-    const uint32_t dense = koila_facts_dense(koila_op_facts(koila__table, s->op));
-    uint64_t bytes = 0;
-    if (dense != KOILA_FACT_DENSE_CONTRACT && dense != KOILA_FACT_DENSE_CONTRACT_BIASED)
-        return 0;
-    if (!koila_cublas_workspace(gpu.cublas, &bytes))
-        return 0;
-    for (uint32_t i = 0; dense == KOILA_FACT_DENSE_CONTRACT_BIASED && i < s->n_inputs; i++)
-        if (koila_meta_get(koila__table, s->inputs[i])->n_dims == 1)
-            return LT_WORKSPACE;
-    return bytes;
 }
 
 uint64_t koila__gpu_workspace_of(void *ignored, koila_sig sig, int64_t rows, int64_t batch)
 {
-    return koila__workspace_of(ignored, sig, rows, batch) +
-           (keeps_cublas() ? 0 : product_workspace(sig));
+    const uint64_t learned = koila__workspace_of(ignored, sig, rows, batch);
+    uint64_t cublas = 0;
+    if (keeps_cublas() || !koila_cublas_workspace(gpu.cublas, &cublas))
+        return learned;
+    return learned + koila_product_workspace(koila__table, sig, cublas);
 }
 
 void koila__gpu_ran_product(int index)
