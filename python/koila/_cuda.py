@@ -127,11 +127,11 @@ def settings(index: int) -> tuple[str, str, str, float, int, int, str]:
         float(fraction),
         total,
         stream,
-        _cublas_workspace(),
+        _cublas_config(),
     )
 
 
-def _cublas_workspace() -> str:
+def _cublas_config() -> str:
     """As CUBLAS_WORKSPACE_CONFIG says it; from 2.15 on programs may have set another one."""
     size = getattr(torch._C, "_cuda_getCublasWorkspaceSize", None)
     if size is None or VERSION < (2, 15):

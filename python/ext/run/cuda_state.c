@@ -310,6 +310,7 @@ static uint64_t *bit_of(int index, uint64_t *bit)
     return &gpu.ran_products[index / 64];
 }
 
+/* Does cuBLAS keep its workspace from the first product on? See koila__gpu_ran_product(). */
 static bool keeps_cublas(void)
 {
     static int keeps = -1; /* not known yet */
