@@ -19,7 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import _aside, _compiled, _core, _packed, _sharded
 from ._errors import UnsupportedError
 from ._switch import OFF
-from ._torch import untyped_storage
 
 _T = TypeVar("_T")
 _U = TypeVar("_U")
@@ -297,9 +296,7 @@ def _plain_made_lazy(values: tuple[Any, ...], found: _Found, call: str) -> Any:
     made: dict[int, Any] = {}
     for t, dim, _ in found:
         if id(t) not in made:  # one tensor given twice stays one
-            leaf = made[id(t)] = _core.lazy_leaf(t, axis, dim)
-            if _is_foreign(t):
-                _core.watch(leaf)
+            made[id(t)] = _core.lazy_leaf(t, axis, dim)
     value = values[0] if len(values) == 1 else values
     if isinstance(value, torch.Tensor):
         return made[id(value)]
@@ -472,21 +469,10 @@ def _wrap(t: torch.Tensor, axis: int | None, dim: int) -> torch.Tensor:
         return given
     settled = _core.settled(t)
     leaf = _core.lazy_leaf(t if settled is None else settled, axis, dim)
-    if settled is None and _is_foreign(t):
-        _core.watch(leaf)
     if t.requires_grad:
         leaf.requires_grad_()
         _given[leaf] = t
     return leaf
-
-
-def _is_foreign(t: torch.Tensor) -> bool:
-    """Is the memory somebody else's (a numpy buffer), who may write it behind torch's back? What a
-    loader's worker sent lies in shared memory, and is the receiver's alone."""
-    if not t.is_cpu:
-        return False
-    storage = untyped_storage(t)
-    return not (storage.resizable() or storage.is_shared())
 
 
 def _dimension(t: torch.Tensor, dim: Batch, where: str) -> int | None:

@@ -259,6 +259,55 @@ def test_a_loader_that_reuses_its_buffer():
         kept = lazy(x) * 2
 
 
+# tensors over memory that Python handed to torch, made of an array
+BORROWED = {
+    "from_numpy": torch.from_numpy,
+    "as_tensor": torch.as_tensor,
+    "asarray": torch.asarray,
+    "frombuffer": lambda a: torch.frombuffer(a.data, dtype=torch.float32),
+    "from_dlpack": torch.from_dlpack,
+    "a view": lambda a: torch.from_numpy(a).view(2, 2)[:].view(-1),
+    "a parameter": lambda a: nn.Parameter(torch.from_numpy(a)),
+}
+
+
+@ARRAYS
+@pytest.mark.parametrize("made", BORROWED)
+def test_the_array_that_a_buffer_was_made_of(made):
+    """What was not handed to lazy() may lie in an array, too."""
+    a = np.arange(4, dtype="f")
+    buffer, x = BORROWED[made](a), torch.randn(B, 4, requires_grad=True)
+    h = (lazy(x) * buffer).square()
+    a += 1
+    with pytest.raises(koila.StaleValueError, match="test_back_doors"):
+        h.sum().backward()
+    assert x.grad is None
+    h = (lazy(x) * buffer).square()  # of what lies there now
+    h.sum().backward()
+    (expected,) = torch.autograd.grad((x * buffer).square().sum(), x)
+    assert torch.allclose(x.grad, expected)
+
+
+@ARRAYS
+def test_memory_of_torchs_own_is_not_watched(tmp_path):
+    """A fingerprint is a pass over it: checkpoints and what a loader's worker sent take none."""
+    torch.save(torch.randn(4), tmp_path / "weights")
+    (tmp_path / "memory").write_bytes(bytes(16))
+    of_torch = {
+        "loaded": torch.load(tmp_path / "weights"),
+        "mapped": torch.load(tmp_path / "weights", mmap=True),
+        "a file": torch.from_file(str(tmp_path / "memory"), size=4),
+        "shared": torch.randn(4).share_memory_(),
+        "copied": torch.tensor(np.ones(4, dtype="f")),
+        "a part": torch.empty(0).set_(torch.randn(8).untyped_storage()[:16]),
+    }
+    for name, weights in of_torch.items():
+        for batch in (torch.randn(B, 4), weights):
+            h = lazy(batch) * weights
+            assert _core.tape_of(h).n_watches == 0, name
+    assert _core.tape_of(lazy(torch.randn(B, 4)) * torch.from_numpy(np.ones(4))).n_watches == 1
+
+
 def test_values_that_were_handed_out_and_written():
     """What was recorded before the write is right or said; what is recorded after it sees it."""
     big = torch.ones(2000, 2)

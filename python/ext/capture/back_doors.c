@@ -136,13 +136,3 @@ PyObject *koila__py_handed_out(PyObject *module, PyObject *args)
         return NULL;
     Py_RETURN_NONE;
 }
-
-/* watch(lazy leaf): its memory is somebody else's (numpy's), who may write it */
-PyObject *koila__py_watch(PyObject *module, PyObject *lazy)
-{
-    koila__handle *h = koila__is_lazy(lazy) ? koila__handle_of(lazy) : NULL;
-    PyObject *real = h && h->value != KOILA_NONE ? h->group->tape->values[h->value].real : NULL;
-    if (real && koila__watch_leaf(h->group->tape, h->value, real, false) < 0)
-        return NULL;
-    Py_RETURN_NONE;
-}

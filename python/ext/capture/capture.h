@@ -204,7 +204,6 @@ bool koila__is_watched(const koila__tape *t, koila_value v, const PyObject *real
 PyObject *koila__py_data_of(PyObject *module, PyObject *tensor);
 PyObject *koila__py_handed_out(PyObject *module, PyObject *args);
 PyObject *koila__py_written(PyObject *module, PyObject *args);
-PyObject *koila__py_watch(PyObject *module, PyObject *lazy);
 
 /* ---- alias.c */
 /* Moves each group of a closed tape whose base is concrete to a tape of its own. */

@@ -794,7 +794,6 @@ static PyMethodDef methods[] = {
     { "written", koila__py_written, METH_VARARGS,
       "written(tensors, witness): what was recorded from them is stale when the version of witness "
       "moves" },
-    { "watch", koila__py_watch, METH_O, "watch(lazy): the memory of this leaf is somebody else's" },
     { "fingerprint", py_fingerprint, METH_O,
       "fingerprint(tensor): a number that its elements decide; None: not of this tensor" },
     { "tapes", py_tapes, METH_NOARGS, "tapes() -> all live tapes" },

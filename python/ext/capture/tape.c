@@ -195,7 +195,8 @@ koila_value koila__tape_leaf_new(koila__tape *t, PyObject *real, koila_meta meta
     koila_assert(!t->values[v].real && !t->values[v].n_handles);
     t->values[v].real = Py_NewRef(real);
     t->values[v].version = version;
-    const bool counted = version != KOILA__NO_VERSION;
+    const bool on_cpu = koila_meta_get(koila__table, meta)->device == 0;
+    const bool counted = version != KOILA__NO_VERSION && !(on_cpu && koila__is_borrowed(real));
     if ((koila__n_aliases || !counted) && koila__watch_leaf(t, v, real, counted) < 0)
         return KOILA_NONE;
     return v;

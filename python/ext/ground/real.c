@@ -18,6 +18,12 @@ static PyObject *device_cpu;
 static getter version_getter, layout_getter, data_getter;
 static void *version_closure, *layout_closure, *data_closure;
 static Py_ssize_t storage_at; /* offset of storage_ in a TensorImpl; 0: not known */
+/* The function that frees memory which was handed to torch by Python (numpy, DLPack, the buffer
+ * protocol), and the word of a StorageImpl that has it. 0: not known. */
+static struct {
+    uintptr_t frees;
+    uint32_t word;
+} borrowed;
 static PyObject *is_grad_enabled, *set_grad_enabled;
 
 koila_table *koila__table;
@@ -522,6 +528,12 @@ const void *koila__storage_of(PyObject *tensor)
     return impl ? *(const void *const *)(impl + storage_at) : NULL;
 }
 
+bool koila__is_borrowed(PyObject *tensor)
+{
+    const uintptr_t *storage = borrowed.frees ? koila__storage_of(tensor) : NULL;
+    return storage && storage[borrowed.word] == borrowed.frees;
+}
+
 PyObject *koila__data_of(PyObject *tensor)
 {
     if (!koila__is_tensor(tensor)) {
@@ -785,6 +797,53 @@ static void learn_storage(PyObject *probe)
     Py_XDECREF(storage);
 }
 
+/* New: a tensor whose memory is a bytearray's. */
+static PyObject *over_bytes(PyObject *torch)
+{
+    PyObject *frombuffer = PyObject_GetAttrString(torch, "frombuffer");
+    PyObject *bytes = PyByteArray_FromStringAndSize("koila", 5);
+    PyObject *args = bytes ? PyTuple_Pack(1, bytes) : NULL;
+    PyObject *named = Py_BuildValue("{s:O}", "dtype", dtypes[KOILA_DTYPE_U8]);
+    PyObject *t = frombuffer && args && named ? PyObject_Call(frombuffer, args, named) : NULL;
+    Py_XDECREF(named);
+    Py_XDECREF(args);
+    Py_XDECREF(bytes);
+    Py_XDECREF(frombuffer);
+    return t;
+}
+
+/* Finds `borrowed`: two tensors over bytes have that word in common, and neither a tensor in memory
+ * of torch's own nor one in a part of that storage has it. Without it writes into a numpy array
+ * that a tensor was made of are not seen. */
+static void learn_borrowed(PyObject *torch)
+{
+    enum { FIRST = 2, END = 6 }; /* words of a DataPtr: behind the table of functions and counts */
+    PyObject *a = over_bytes(torch);
+    PyObject *b = a ? over_bytes(torch) : NULL;
+    PyObject *own = b ? PyObject_CallMethod(b, "clone", NULL) : NULL;
+    PyObject *storage = own ? PyObject_CallMethod(own, "untyped_storage", NULL) : NULL;
+    PyObject *part = storage ? PySequence_GetSlice(storage, 0, 5) : NULL;
+    PyObject *cdata = part ? PyObject_GetAttrString(part, "_cdata") : NULL;
+    const uintptr_t *of_part = cdata ? PyLong_AsVoidPtr(cdata) : NULL;
+    const uintptr_t *of_own = of_part ? koila__storage_of(own) : NULL;
+    if (of_own) {
+        const uintptr_t *of_a = koila__storage_of(a);
+        const uintptr_t *of_b = koila__storage_of(b);
+        for (uint32_t i = FIRST; i < END && !borrowed.frees; i++)
+            if (of_a[i] == of_b[i] && of_a[i] != of_own[i] && of_a[i] != of_part[i]) {
+                borrowed.frees = of_a[i];
+                borrowed.word = i;
+            }
+    }
+    PyErr_Clear();
+    Py_XDECREF(cdata);
+    Py_XDECREF(part);
+    Py_XDECREF(storage);
+    Py_XDECREF(own);
+    Py_XDECREF(b);
+    Py_XDECREF(a);
+}
+
 enum { LOOKED_AT = 22 * 8 }; /* bytes of a TensorImpl that each version of torch has at least */
 
 static const char *impl_of(PyObject *tensor)
@@ -876,6 +935,8 @@ static int learn_shim(PyObject *torch)
     const int rc = learn_cdata(probe);
     if (rc == 0 && koila__cdata)
         learn_storage(probe);
+    if (storage_at)
+        learn_borrowed(torch);
     void *lib = rc == 0 && koila__cdata ? open_libtorch(torch) : NULL;
     PyObject *tensors = lib && find_functions(lib) ? PyList_New(0) : NULL;
     if (tensors) {

@@ -52,6 +52,9 @@ int koila__version_of(PyObject *real, uint32_t *out);
 /* The StorageImpl of a tensor, only to be compared. NULL: it has none, or nobody knows where torch
  * keeps it. */
 const void *koila__storage_of(PyObject *tensor);
+/* Is its memory somebody else's (a numpy array's, what DLPack or a buffer handed over), who may
+ * write it without a word to torch? False: no, or nobody knows how torch tells. */
+bool koila__is_borrowed(PyObject *tensor);
 PyObject *koila__data_of(PyObject *tensor); /* new: torch's own `tensor.data` */
 /* A number that all elements of a strided tensor decide; on another device than the CPU Python
  * runs. 1; 0: it is no such tensor, or its device cannot be asked now; -1 with an exception. */
