@@ -78,6 +78,11 @@ enum { KOILA_PRODUCTS_GIVE_BACK = 215 };
 KOILA_API uint64_t koila_product_workspace(const koila_table *t, koila_sig sig,
                                            uint64_t cublas_bytes);
 
+/** Bytes of the copies in another dtype that the call makes of its operands on a CPU, where it
+ * computes in one dtype (a mask times numbers, a half-precision tensor plus a float32 one, a sum of
+ * flags): of all rows; 0: none, or nobody knows. */
+KOILA_API uint64_t koila_cast_bytes(const koila_table *t, koila_sig sig);
+
 /** Bytes of three runs, in which operators use the least, the likely and the most memory inside.
  * low <= expected <= high; low and high are the least and the most of the three. */
 typedef struct koila_range {

@@ -2,6 +2,9 @@
 beforehand what that is."""
 
 import gc
+import itertools
+import os
+import re
 
 import pytest
 import torch
@@ -484,6 +487,91 @@ def test_the_first_step_is_predicted_as_well(name, m):
     model, batch = make(), data()
     _core.forget()
     assert off(model, batch, loss, m) <= 0.02
+
+
+# calls that copy operands in another dtype, or their input: at the peak of their step
+CASTS = {
+    "a mask": lambda y: y * (y.detach() > 0),
+    "a mask of no rows": lambda y: y * torch.ones(1024, dtype=torch.bool),
+    "whole numbers": lambda y: y * y.detach().long(),
+    "half and float": lambda y: y.bfloat16() + y,
+    "a wide weight": lambda y: y * torch.ones(1024, dtype=torch.float64),
+    "divided": lambda y: y * (y.detach().long() / 3).float(),
+    "compared": lambda y: y * (y.detach().bfloat16() <= y.detach()).float(),
+    "where": lambda y: torch.where(y.detach() > 0, y.bfloat16(), y),
+    "flags counted": lambda y: y.mean() * (y.detach() > 0).sum(),
+    "a wide sum": lambda y: y.sum(1, dtype=torch.float64),
+    "flags in a row": lambda y: y * (y.detach() > 0).cumsum(1),
+}
+
+
+@pytest.mark.parametrize("m", [None, 64, 5])
+@pytest.mark.parametrize("name", CASTS)
+def test_a_first_step_that_casts_is_predicted(name, m):
+    """The shapes tell, before any of it has run."""
+    torch.manual_seed(0)
+    w, x = nn.Linear(64, 1024), torch.randn(512, 64)
+    _core.forget()
+    assert off(w, (x,), lambda w, x: CASTS[name](w(x)).float().mean(), m) <= 0.02
+    assert koila.last_plan().retries == 0
+
+
+with open(os.path.join(os.path.dirname(__file__), "../../src/graph/ops.def")) as ops:
+    OPERATORS = dict(re.findall(r'KOILA_OP\("aten::([\w.]+)",\s+(\w+),', ops.read()))
+CASTING = {"additive", "cumsum", "div", "linear", "mul", "nansum", "pointwise", "sum", "where"}
+# They use more inside, or another dtype than that of their result
+OTHERWISE = {"isinf", "ldexp.Tensor", "mvlgamma", "gelu_backward", "mish_backward"}
+OTHERWISE |= {"rrelu_with_noise_backward", "native_dropout_backward"}
+# torch's own description of the results of a mixed call names another dtype than they have
+OTHERWISE |= {"threshold_backward", "_prelu_kernel_backward"}
+# A number of another kind decides the dtype: flags are compared as whole numbers
+OTHERWISE |= {f"{name}.Scalar" for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+DTYPES = (torch.bool, torch.int64, torch.bfloat16, torch.float32, torch.float64)
+VALUES = {"number": 2, "int": 0, "float": 0.5, "bool": False, "List[int]": [0]}
+
+
+def calls_of(name):
+    """Calls of an operator with tensors of all dtypes: (function, tensors)."""
+    base, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+    given = [a for a in op._schema.arguments if not (a.kwarg_only or a.has_default_value())]
+    n_tensors = sum(str(a.type) == "Tensor" for a in given)
+    for dtypes in itertools.product(DTYPES, repeat=n_tensors):
+        if n_tensors > 1 and not any(d.is_floating_point for d in dtypes):
+            continue
+        tensors = [torch.ones(64, 256).to(d) for d in dtypes]
+        if any(str(a.type) not in {*VALUES, "Tensor"} for a in given):
+            return
+
+        def call(*tensors):
+            left = iter(tensors)
+            return op(
+                *(next(left) if str(a.type) == "Tensor" else VALUES[str(a.type)] for a in given)
+            )
+
+        try:
+            call(*tensors)
+        except (RuntimeError, NotImplementedError):
+            continue  # torch has it not for these
+        yield call, tensors
+
+
+@pytest.mark.parametrize("family", sorted(CASTING))
+def test_copies_in_another_dtype_are_what_torch_makes(family):
+    names = [n for n, rule in OPERATORS.items() if rule == family and n not in OTHERWISE]
+    wrong, n_copied = [], 0
+    for name in names:
+        for call, tensors in calls_of(name):
+            _core.forget()
+            results = call(lazy(tensors[0]), *tensors[1:])
+            result = koila.run(results[0] if isinstance(results, tuple) else results)
+            plan = koila.last_plan()
+            inside = plan.measured_peak_bytes - plan.base_bytes - result.nbytes
+            n_copied += inside > result.nbytes // 2 + 4096
+            if abs(plan.predicted_peak_bytes - plan.measured_peak_bytes) > 4096:
+                wrong.append((name, *(t.dtype for t in tensors)))
+    assert not wrong
+    assert n_copied, "nothing was copied: this test tells nothing"
 
 
 @pytest.mark.parametrize("fraction", [0.5, 0.25, 0.1, 0.05])

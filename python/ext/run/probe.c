@@ -449,12 +449,36 @@ static void probe_heads(const koila_graph *g, const koila_plan *plan)
     Py_XDECREF(guard);
 }
 
+static int64_t largest_axis(const koila_graph *g)
+{
+    int64_t most = 0;
+    for (uint32_t a = 0; a < koila_graph_n_axes(g); a++) {
+        const int64_t n = koila_graph_axis_size(g, (uint16_t)a);
+        most = n > most ? n : most;
+    }
+    return most;
+}
+
+/* Copies of operands in another dtype need no probe: the shapes tell. */
+static void learn_casts(const koila_graph *g)
+{
+    const int64_t batch = largest_axis(g);
+    uint64_t ignored;
+    for (koila_node n = 0; n < koila_graph_n_nodes(g); n++) {
+        const call c = { koila_node_get(g, n).sig, KOILA_NONE, false };
+        const uint64_t bytes = koila_cast_bytes(koila__table, c.sig);
+        if (bytes && !koila__workspace_known(NULL, c.sig, 0, 0, &ignored) && is_on_cpu(&c))
+            koila__learn(c.sig, batch, batch, bytes, KOILA__MEASURED_APART);
+    }
+}
+
 void koila__probe_graph(const koila_graph *g, int64_t rows)
 {
     PyObject *guard = NULL;
     int64_t few = 0;
     if (!can_measure())
         return;
+    learn_casts(g);
     probe_heads(g, NULL);
     for (koila_node n = 0; n < koila_graph_n_nodes(g); n++) {
         call c;
@@ -608,6 +632,7 @@ void koila__probe_plan(const koila_plan *plan)
     int64_t few = 0;
     if (!can_measure())
         return;
+    learn_casts(g);
     probe_heads(g, plan);
     probe_parts(plan);
     for (koila_node n = 0; n < koila_graph_n_nodes(g); n++) {
