@@ -109,6 +109,17 @@ def test_a_step_that_failed_leaves_nothing_in_the_next(name, where, slices):
     sys.last_value = None
 
 
+def test_no_tensor_made_after_a_step_that_failed_belongs_to_it():
+    """A model that is built anew in the next cell of a notebook, after an OutOfMemory."""
+    model, x = net(), lazy(batch(1))
+    h = model(x)
+    assert isinstance(torch.zeros(B, 3), koila.LazyTensor)
+    with pytest.raises(RuntimeError):
+        out_of_memory(model, x)
+    assert type(torch.zeros(B, 3)) is torch.Tensor
+    same([plain(h + torch.zeros(B, 2))], [plain(net()(batch(1)))])  # it goes on
+
+
 def test_strict_accepts_the_step_after_the_one_that_it_refused():
     model, other = net(), net()
     with koila.strict(), koila.micro_batch(4):

@@ -266,6 +266,9 @@ koila__tape *koila__tape_for_lazy(void);
 int koila__step_make_way(void);
 /* a handle of `t` died, of which the caller holds a reference: was it the last? */
 void koila__step_left(koila__tape *t);
+/* Did its last run fail, and the program record nothing since? Then it is over, whoever holds its
+ * tensors. */
+bool koila__step_is_over(const koila__tape *t);
 /* In a forked process: the steps of the parent are the parent's. Here their effects do not happen,
  * lazy() joins none of them, and their values can still be asked for. */
 void koila__steps_forked(void);

@@ -103,7 +103,7 @@ static koila__tape *step_here(void)
 {
     const koila__context *c = koila__context_lent() ? NULL : koila__context_peek();
     koila__tape *t = c && !c->n_holds ? (koila__tape *)c->open : NULL;
-    return t && t->n_devices && t->process == getpid() ? t : NULL;
+    return t && t->n_devices && t->process == getpid() && !koila__step_is_over(t) ? t : NULL;
 }
 
 /* Does the open step still have lazy data? Factories and concrete values are none. */

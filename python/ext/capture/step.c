@@ -297,7 +297,7 @@ static int run_what_is_held(koila__tape *t)
 
 /* Is the step of `t` over, although its tensors live (a traceback, sys.last_value or a logger holds
  * them)? It is when its last run failed and the program recorded nothing since. */
-static bool is_over(const koila__tape *t)
+bool koila__step_is_over(const koila__tape *t)
 {
     return t->refused_at == koila_graph_n_nodes(t->graph) + 1;
 }
@@ -307,7 +307,7 @@ static bool is_over(const koila__tape *t)
  * where a backward could have come: it would run what was just refused once more. */
 static int end_step(koila__tape *t)
 {
-    const bool over = is_over(t);
+    const bool over = koila__step_is_over(t);
     const bool makes_held = t->n_handles && !t->planned && !koila__is_planning();
     int rc = 0;
     if (over)
@@ -341,7 +341,7 @@ koila__tape *koila__tape_for_lazy(void)
         return koila__tape_current();
     }
     const bool idle = koila_graph_n_nodes(t->graph) == 0 && !t->ran;
-    if (t->n_handles && t->planned == koila__is_planning() && !is_over(t) &&
+    if (t->n_handles && t->planned == koila__is_planning() && !koila__step_is_over(t) &&
         (idle || (backward_may_come(t) && t->n_axis_ids < MAX_LAZY_CALLS)))
         return t;
     Py_INCREF(t);
@@ -355,7 +355,8 @@ KOILA__HOT int koila__step_make_way(void)
     koila__tape *t = koila__tape_open();
     if (!t)
         return 1;
-    if (t->thread != PyThread_get_thread_ident() || t->planned || t->waiting || is_over(t))
+    if (t->thread != PyThread_get_thread_ident() || t->planned || t->waiting ||
+        koila__step_is_over(t))
         return 0;
     if (t->n_handles && backward_may_come(t))
         return 0;
