@@ -559,20 +559,18 @@ static koila_status climb(const koila__planning *q, const koila__way *base, rung
 }
 
 /* Results of `base`, which is scheduled, are dropped; its forward pass ends with node `at`. *bound:
- * no choice of them needs less; 0: not known. NULL: it is not asked. *is_small: a step of few
- * calls, in reach of the budget. */
+ * no choice of them needs less; 0: not known. asks_bound: choices that cannot fit are made for it.
+ * *is_small: a step of few calls, in reach of the budget. */
 static koila_status drop_up_to(const koila__planning *q, const koila__way *base, koila_node at,
-                               koila__way *best, uint64_t *bound, bool *is_small)
+                               koila__way *best, bool asks_bound, uint64_t *bound, bool *is_small)
 {
     const uint64_t budget = q->options->budget_bytes;
     rungs r = no_rungs(q, base);
-    r.in_any_case = bound || q->options->host_price > 0;
+    r.in_any_case = asks_bound || q->options->host_price > 0;
     koila_status status = make_rungs(q, base, at, &r);
     if (status == KOILA_OK) {
-        const uint64_t least = r.all.n ? least_of(&r) : 0;
-        if (bound)
-            *bound = least;
-        *is_small = is_small_step(&r) && !koila__outline_is_hopeless(r.usual, least, budget);
+        *bound = r.all.n ? least_of(&r) : 0;
+        *is_small = is_small_step(&r) && !koila__outline_is_hopeless(r.usual, *bound, budget);
         status = climb(q, base, &r, best);
     }
     free_rungs(&r);
@@ -621,21 +619,23 @@ static uint32_t other_turns(const koila__planning *q, const koila__way *base, ko
 }
 
 /* Results of `base`, which is scheduled, are dropped. The forward pass ends where the step holds
- * the most; in a small step other ends are tried too. *bound: as drop_up_to(), there. */
+ * the most; in a small step other ends are tried too. asks_bound, *bound: as drop_up_to(). */
 static koila_status drop_of(const koila__planning *q, const koila__way *base, koila__way *best,
-                            uint64_t *bound)
+                            bool asks_bound, uint64_t *bound)
 {
     const koila_node highest = koila__way_peak_node(q, base);
     koila_node turns[2];
     bool is_small;
-    if (bound)
-        *bound = 0;
+    *bound = 0;
     if (highest == KOILA_NONE)
         return KOILA_OK;
-    KOILA_TRY(drop_up_to(q, base, highest, best, bound, &is_small));
+    KOILA_TRY(drop_up_to(q, base, highest, best, asks_bound, bound, &is_small));
     const uint32_t n = is_small ? other_turns(q, base, highest, turns) : 0;
-    for (uint32_t i = 0; i < n; i++)
-        KOILA_TRY(drop_up_to(q, base, turns[i], best, NULL, &is_small));
+    for (uint32_t i = 0; i < n; i++) {
+        uint64_t other;
+        KOILA_TRY(drop_up_to(q, base, turns[i], best, false, &other, &is_small));
+        *bound = other < *bound ? other : *bound;
+    }
     return KOILA_OK;
 }
 
@@ -644,7 +644,7 @@ koila_status koila__drop_whole(koila__planning *q, koila__way *best)
 {
     const koila__way *whole;
     KOILA_TRY(koila__way_whole(q, &whole));
-    return drop_of(q, whole, best, NULL);
+    return drop_of(q, whole, best, false, &q->whole_dropped);
 }
 
 /* The step in the most slices, of few loops, with results dropped. */
@@ -652,6 +652,7 @@ koila_status koila__drop_in_slices(const koila__planning *q, koila__way *best)
 {
     const bool is_plan = q->plain && q->plain == q->plan->placed && !q->plan->info.n_inner;
     koila__way base = { 0 };
+    uint64_t bound;
     KOILA_TRY(koila__way_room(q, &base));
     if (q->options->rows > 0)
         koila__rows_as_forced(q->graph, q->options, base.rows);
@@ -661,7 +662,7 @@ koila_status koila__drop_in_slices(const koila__planning *q, koila__way *best)
         base.placed = q->plan->placed;
         base.schedule = q->plan->schedule;
         base.targets = q->plan->targets;
-        return drop_of(q, &base, best, NULL);
+        return drop_of(q, &base, best, false, &bound);
     }
     KOILA_TRY(koila__way_place(q, koila__place, base.targets, &base.placed));
     koila_status status = koila__way_keep_all(q, &base);
@@ -670,7 +671,7 @@ koila_status koila__drop_in_slices(const koila__planning *q, koila__way *best)
         return status;
     }
     if (base.schedule.n_loops <= MOST_LOOPS_RECOMPUTED)
-        status = drop_of(q, &base, best, NULL);
+        status = drop_of(q, &base, best, false, &bound);
     koila__way_free(&base);
     return status;
 }
@@ -691,7 +692,7 @@ koila_status koila__drop_unrolled(const koila__planning *q, const koila__placed 
         koila__placed_free(base.placed);
         return status;
     }
-    status = drop_of(q, &base, best, bound);
+    status = drop_of(q, &base, best, true, bound);
     koila__way_free(&base);
     return status;
 }

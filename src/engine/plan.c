@@ -518,11 +518,15 @@ static koila_status drop_in_rows(koila__planning *q)
     return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
 }
 
-/* koila__rival.try of a row: all rows with results dropped. */
-static koila_status try_dropped(void *user, bool *fits)
+/* koila__rival.try of a row: all rows with results dropped. Whole they hold no less than a row
+ * does, whatever is dropped, but for what waits in host memory, which no row uses. That is only
+ * used once the time for planning is over: what is made counts as time. */
+static koila_status try_dropped(void *user, uint64_t of_row, bool *fits)
 {
     koila__planning *q = user;
     q->is_rival = true;
+    if (of_row > q->options->budget_bytes && !(q->options->host_price > 0))
+        q->is_whole_dropped |= koila__is_spent(q->effort);
     KOILA_TRY(drop_in_rows(q));
     *fits = is_dropped_in(q, KOILA_COST_FORWARD_AGAIN);
     return KOILA_OK;
@@ -770,7 +774,7 @@ static koila_status drop_in_rows_first(koila__planning *q)
 static koila_status try_rival(const koila__planning *q, bool *fits)
 {
     *fits = false;
-    return q->rival ? q->rival->try(q->rival->user, fits) : KOILA_OK;
+    return q->rival ? q->rival->try(q->rival->user, q->whole_dropped, fits) : KOILA_OK;
 }
 
 /* Another axis alone, or both together; if neither fits, another axis with results dropped. */

@@ -50,9 +50,9 @@ koila_status koila__plan_no_fit(const koila_plan *p, const koila_graph *recorded
                                 const koila__least *other, const koila__least *both, uint64_t least,
                                 koila_error *err);
 /* What takes little time beside cutting a row along other axes: *fits: it does, so the row is not
- * cut. */
+ * cut. of_row: koila__planning.whole_dropped of that. */
 typedef struct koila__rival {
-    koila_status (*try)(void *user, bool *fits);
+    koila_status (*try)(void *user, uint64_t of_row, bool *fits);
     void *user;
 } koila__rival;
 /* koila_plan_new() of a step within a row: adds_on[n_targets], or NULL: sums that are added to what
