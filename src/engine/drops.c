@@ -274,11 +274,11 @@ static koila_status add_fills(const koila__planning *q, rungs *r, koila_node at)
     const uint32_t n = r->all.n;
     const uint32_t most = is_compared(q) ? 1 : MOST_FILLED;
     const koila__path_limits limits = limits_of_path(r, KOILA__FILLS);
-    /* from where all is dropped it is made in any case: no rung may be within the budget yet */
+    /* from where all is dropped it is made even so, while no rung is within the budget */
     const koila__path_limits none = { budget, UINT64_MAX, UINT64_MAX };
     memset(koila__outline_spared(r->usual), 0, koila__outline_n_makers(r->usual));
     if (koila__outline_choose_makers(r->usual))
-        KOILA_TRY(add_path(r, at, KOILA__FILLS, none));
+        KOILA_TRY(add_path(r, at, KOILA__FILLS, least_of(r) <= budget ? limits : none));
     const rung *x = next_to_fill(r, n, is_seen, budget);
     for (uint32_t i = 0; i < most && x; i++, x = next_to_fill(r, n, is_seen, budget)) {
         is_seen[x - r->all.at] = true;

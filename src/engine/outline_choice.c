@@ -228,11 +228,10 @@ static void find_first(koila__outline *o)
             s++;
         const bool is_first = is_read[s];
         o->is_first[k] = is_first;
-        if (o->is_again[k])
-            for (const edge *x = o->edges.at + m->first_edge; x < end; x++)
-                is_read[x->store] |= o->fate[x->store] == KOILA__STAYS;
         if (!is_first) {
             o->chosen_work -= m->needed_work;
+            for (const edge *x = o->edges.at + m->first_edge; x < end && o->is_again[k]; x++)
+                is_read[x->store] |= o->fate[x->store] == KOILA__STAYS;
             continue;
         }
         for (const edge *x = o->edges.at + m->first_edge; x < end; x++) {

@@ -187,6 +187,16 @@ static bool spare_if_it_fits(walk *w, uint32_t from, uint32_t to)
     return fits;
 }
 
+/* Is no choice of the path of use? All spare what the first one does, but those of KOILA__DROPS. */
+static bool is_in_vain(const walk *w)
+{
+    const koila__path_limits *x = &w->limits;
+    if (w->direction == KOILA__DROPS)
+        return false;
+    return (x->waiting < UINT64_MAX && koila__outline_waiting_at_least(w->o) > x->waiting) ||
+           (x->bound < UINT64_MAX && !koila__outline_may_spare(w->o, x->bound));
+}
+
 /* Spares the first groups, as many as fit, then of the next ones those that do, fewer of them in a
  * large step, and none where not even the first one fits; the last choice is the path's only one.
  */
@@ -196,8 +206,11 @@ static void fill(walk *w)
     const uint32_t n_more = 4 * KOILA_COST_MOVES / (koila__outline_n_makers(w->o) + 1);
     uint32_t fit = 0;
     for (uint32_t step = FILLED_GROUPS / 2; step; step /= 2)
-        if (fit + step <= w->n_groups && spare_if_it_fits(w, fit, fit + step))
+        if (fit + step <= w->n_groups && spare_if_it_fits(w, fit, fit + step)) {
             fit += step;
+            if (is_in_vain(w))
+                return;
+        }
     for (uint32_t i = fit + 1; fit && i < w->n_groups && i <= fit + n_more; i++)
         spare_if_it_fits(w, i, i + 1);
     for (uint32_t i = 0; i < w->n_makers; i++)
@@ -224,16 +237,6 @@ static uint32_t most_groups(uint32_t n_makers)
     if (n < KOILA__PATH_GROUPS / 8)
         return KOILA__PATH_GROUPS / 8;
     return n < KOILA__PATH_GROUPS ? n : KOILA__PATH_GROUPS;
-}
-
-/* Is no choice of the path of use? All spare what the first one does, but those of KOILA__DROPS. */
-static bool is_in_vain(const walk *w)
-{
-    const koila__path_limits *x = &w->limits;
-    if (w->direction == KOILA__DROPS)
-        return false;
-    return (x->waiting < UINT64_MAX && koila__outline_waiting_at_least(w->o) > x->waiting) ||
-           (x->bound < UINT64_MAX && !koila__outline_may_spare(w->o, x->bound));
 }
 
 koila_status koila__path_make(koila__outline *o, koila__direction direction,
