@@ -54,6 +54,13 @@ typedef struct inner_step {
     koila_plan *plan;
 } inner_step;
 
+/* A call of a row. */
+typedef struct told_call {
+    koila_node n;
+    const koila_meta *metas; /* of its inputs; NULL: none is told yet */
+    koila__slice_call call;
+} told_call;
+
 typedef struct builder {
     koila_plan *p;
     const koila__placed *placed;
@@ -66,6 +73,7 @@ typedef struct builder {
     koila_value *local, *whole, *sliced; /* [values of g] */
     koila_placement *cut;                /* [values of g] how `sliced` was cut */
     koila__teller teller;                /* of one row, wherever it lies */
+    told_call *told;                     /* [signatures of g] the last one */
     inner_step *s;
 } builder;
 
@@ -129,14 +137,37 @@ static koila_status append(builder *b, koila_sig call, const koila_value *inputs
     return KOILA_OK;
 }
 
+/* Is the call of node n the same as the one that was told, of the same signature? */
+static bool is_told(const builder *b, const told_call *last, koila_node n, const koila_meta *metas)
+{
+    const koila__placed *p = b->placed;
+    const koila_sig_info *s = koila__node_sig(b->g, n);
+    const koila_node_info was = b->g->nodes.at[last->n], now = b->g->nodes.at[n];
+    if (!last->metas || s->n_writes || p->node[last->n].axis != p->node[n].axis ||
+        memcmp(p->node[last->n].fix, p->node[n].fix, sizeof p->node[n].fix) != 0)
+        return false;
+    for (uint32_t i = 0; i < s->n_inputs; i++)
+        if (last->metas[i] != metas[i] || !koila__placement_equal_at(&p->need[was.first_input + i],
+                                                                     &p->need[now.first_input + i]))
+            return false;
+    for (uint32_t o = 0; o < s->n_outputs; o++)
+        if (!koila__placement_equal_at(&p->value[was.first_output + o],
+                                       &p->value[now.first_output + o]))
+            return false;
+    return true;
+}
+
 /* The call of node n on one row. */
 static koila_status append_call(builder *b, koila_node n, const koila_value *in,
                                 const koila_meta *metas)
 {
     const koila_value first_output = b->g->nodes.at[n].first_output;
-    koila__slice_call call;
+    told_call *last = &b->told[b->g->nodes.at[n].sig];
+    koila__slice_call call = last->call;
     koila_value first;
-    KOILA_TRY(koila__tell_call(&b->teller, n, metas, &call));
+    if (!is_told(b, last, n, metas))
+        KOILA_TRY(koila__tell_call(&b->teller, n, metas, &call));
+    *last = (told_call){ n, metas, call };
     if (call.is_alias) {
         b->local[first_output] = in[0];
         return KOILA_OK;
@@ -575,7 +606,8 @@ static koila_status make_builder(builder *b)
     b->whole = koila__arena_array(&b->tmp, n, sizeof *b->whole);
     b->sliced = koila__arena_array(&b->tmp, n, sizeof *b->sliced);
     b->cut = koila__arena_array(&b->tmp, n, sizeof *b->cut);
-    return b->local && b->whole && b->sliced && b->cut ? KOILA_OK : KOILA_NO_MEMORY;
+    b->told = koila__arena_array(&b->tmp, b->t->sigs.n, sizeof *b->told);
+    return b->local && b->whole && b->sliced && b->cut && b->told ? KOILA_OK : KOILA_NO_MEMORY;
 }
 
 /* Tells the loops that become steps: those above the budget, or all that can. */
