@@ -117,7 +117,7 @@ static koila_status add_makers(koila__outline *o)
         maker m = { .node = n,
                     .first_store = o->stores.n,
                     .first_edge = o->edges.n,
-                    .is_sure = o->is_sure[n] };
+                    .sure = o->is_sure[n] ? n : KOILA_NONE };
         for (uint32_t j = 0; j < s->n_outputs; j++) {
             const koila_value v = output_of(o, n, j);
             if (o->root[v] != v)

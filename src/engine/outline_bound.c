@@ -280,7 +280,7 @@ koila_status koila__outline_count_fixed(koila__outline *o, const koila_value *ta
 /* Does maker k run again in the loop that is counted? What runs whole does so before that. */
 static bool is_counted(const koila__outline *o, uint32_t k)
 {
-    return o->is_one && o->makers.at[k].is_sure;
+    return o->is_one && o->makers.at[k].sure != KOILA_NONE;
 }
 
 /* What maker k, which runs again, reads ends not before that. */
@@ -424,8 +424,8 @@ static moments walk(koila__outline *o, moments m)
     double between = -1; /* the strain of what is held behind a node; below 0: not known */
     count_all(o);
     m.now = m.peak = o->collected;
-    for (koila_node n = 0; n < o->n_nodes && m.peak <= m.limit; n++) {
-        m.end = n + 1;
+    koila_node n = 0;
+    for (; n < o->n_nodes && m.peak <= m.limit; n++) {
         const uint64_t rise = at[n].rise, fall = at[n].fall & BYTES_OF_FALL;
         if (!(rise | at[n].fall)) {
             if (m.scale > 0 && between < 0)
@@ -442,6 +442,7 @@ static moments walk(koila__outline *o, moments m)
         m.now -= fall;
         between = -1;
     }
+    m.end = n;
     return m;
 }
 

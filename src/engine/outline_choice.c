@@ -221,7 +221,6 @@ static void find_first(koila__outline *o)
     for (uint32_t k = o->makers.n; k-- > 0;) {
         const maker *m = &o->makers.at[k];
         const edge *const end = o->edges.at + m->first_edge + m->n_edges;
-        const koila_node sure = m->is_sure ? m->node : KOILA_NONE;
         uint32_t s = m->first_store;
         const uint32_t last_store = s + m->n_stores - 1; /* most make one */
         while (s < last_store && !is_read[s])
@@ -237,7 +236,7 @@ static void find_first(koila__outline *o)
         for (const edge *x = o->edges.at + m->first_edge; x < end; x++) {
             is_read[x->store] = true;
             if (last[x->store] == KOILA_NONE)
-                last[x->store] = sure;
+                last[x->store] = m->sure;
         }
     }
 }

@@ -32,7 +32,7 @@ typedef struct maker {
     double needed_work; /* that, if it is needed, else 0 */
     uint64_t n_bytes;   /* of its storages */
     bool may_repeat, is_expensive;
-    bool is_sure; /* it runs in the loop that is counted */
+    koila_node sure; /* its node, if it runs in the loop that is counted, else KOILA_NONE */
 } maker;
 
 /* A maker reads a storage. */
