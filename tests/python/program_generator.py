@@ -482,7 +482,11 @@ def _run(
         r.random()
         if kind == "m":
             relaid.add(at)
-        out.log.append(f"{step} {kind}{at} {_describe(new, any(new is pool[i] for i in relaid))}")
+        try:
+            told = _describe(new, any(new is pool[i] for i in relaid), refusals)
+        except refusals as e:
+            raise Refused(str(e)) from None
+        out.log.append(f"{step} {kind}{at} {told}")
         if not any(new is p for p in pool) and new.numel() < 3000:
             pool.append(new)
     if r.random() < 0.5:
@@ -557,7 +561,7 @@ def together(
     return found
 
 
-def _describe(t: torch.Tensor, relaid: bool) -> str:
+def _describe(t: torch.Tensor, relaid: bool, refusals: tuple[type[BaseException], ...]) -> str:
     """What a user can see of `t`. Left out: the stride of a dimension of one element, which
     addresses nothing, and shape functions choose it as they like; and, of a tensor whose layout was
     written in place (`relaid`), whether it is a view."""
@@ -566,9 +570,10 @@ def _describe(t: torch.Tensor, relaid: bool) -> str:
     text = f"{tuple(t.shape)} {strides} {t.storage_offset()} v{t._version} view={is_view}"
     try:
         return f"{text} grad={t.requires_grad} leaf={t.is_leaf}"
-    except (
-        RuntimeError
-    ) as e:  # a view of a split whose base was written: autograd refuses to look at it
+    except refusals:
+        raise
+    except RuntimeError as e:
+        # a view of a split whose base was written: autograd refuses to look at it
         return f"{text} {_said(e)}"
 
 
