@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch import nn
 from torch.nn import functional as F
 
 import koila
@@ -82,7 +83,67 @@ def vit():
     return on_meta("ViTForImageClassification", "ViTConfig", **settings, **STILL)
 
 
+class UNet(nn.Module):
+    """With 2 or 3 dimensions, each level with twice the channels of the one above."""
+
+    def __init__(self, dims, width, levels, norm):
+        super().__init__()
+        conv = (nn.Conv2d, nn.Conv3d)[dims - 2]
+        back = (nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 2]
+        self.pool = (F.max_pool2d, F.max_pool3d)[dims - 2]
+        widths = [width << i for i in range(levels)]
+
+        def double(cin, cout):
+            pairs = ((cin, cout), (cout, cout))
+            return nn.Sequential(
+                *[m for a, b in pairs for m in (conv(a, b, 3, padding=1), norm(b), nn.SiLU())]
+            )
+
+        pairs = list(zip(widths, widths[1:], strict=False))
+        self.first = double(3, width)
+        self.down = nn.ModuleList(double(a, b) for a, b in pairs)
+        self.up = nn.ModuleList(back(b, a, 2, 2) for a, b in reversed(pairs))
+        self.back = nn.ModuleList(double(b, a) for a, b in reversed(pairs))
+        self.out = conv(width, 5, 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        beside = []
+        for down in self.down:
+            beside.append(x)
+            x = down(self.pool(x, 2))
+        for up, back in zip(self.up, self.back, strict=True):
+            x = back(torch.cat([up(x), beside.pop()], 1))
+        return self.out(x)
+
+
+def group_norm(channels):
+    return nn.GroupNorm(8, channels)
+
+
+def segmented(model, *size):
+    """Images or volumes with a class for each point: f(samples) -> (step, batch)."""
+
+    def made(samples):
+        with torch.device("meta"):
+            net = model()
+        batch = torch.empty(samples, 3, *size, device="meta"), numbers(samples, *size)
+        return lambda x, y: F.cross_entropy(net(x), y), batch
+
+    return made
+
+
+def bert(samples):
+    model = on_meta("BertForMaskedLM", "BertConfig", **STILL)
+    ids = numbers(samples, 512)
+    return lambda ids, labels: model(input_ids=ids, labels=labels).loss, (ids, ids.clone())
+
+
 MODELS = {
+    "bert": bert,
+    "unet2d": segmented(lambda: UNet(2, 64, 5, group_norm), 512, 512),
+    "unet3d": segmented(lambda: UNet(3, 32, 4, group_norm), 128, 128, 128),
+    "segmenter": segmented(lambda: UNet(2, 64, 5, nn.BatchNorm2d), 512, 512),
     "gpt2": language(
         1024, "GPT2LMHeadModel", "GPT2Config", **GPT2, resid_pdrop=0.0, embd_pdrop=0.0
     ),
