@@ -63,6 +63,8 @@ static const struct {
               "  --fsdp            is refused: what a sharded model needs has not been measured\n"
               "  --cublas-workspace CONFIG  as CUBLAS_WORKSPACE_CONFIG is set where the step runs, "
               "such as :4096:8\n"
+              "  --cublaslt-workspace KIB   as CUBLASLT_WORKSPACE_SIZE is set there\n"
+              "  --cublas-cache    TORCH_CUBLAS_WORKSPACE_CACHE is 1 there\n"
               "  --torch V         rules of this torch version; without it the newest known\n"
               "  --json            one JSON object\n\n"
               "  koila plan step.kgraph --gpu a100-40gb --optimizer adamw --slice auto\n" },

@@ -260,6 +260,7 @@ static bool *plan_flag(plan_options *o, const char *name)
         { "--autocast", &o->o.autocast },
         { "--ddp", &o->o.ddp },
         { "--grad-scaler", &o->o.grad_scaler },
+        { "--cublas-cache", &o->o.keeps_cublas },
     };
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)
         if (!strcmp(name, flags[i].name))
@@ -304,6 +305,14 @@ static int set_workspace(plan_options *o, args *a)
     return usage_of("plan", "--cublas-workspace %s: pairs of KiB and count, such as :4096:2:16:8",
                     a->value);
 }
+static int set_lt_workspace(plan_options *o, args *a)
+{
+    uint64_t kib;
+    o->o.cublaslt_workspace = args_value(a);
+    if (!a->value || parse_count(a->value, INT32_MAX, &kib))
+        return EXIT_OK;
+    return usage_of("plan", "--cublaslt-workspace %s: a number of KiB, such as 1024", a->value);
+}
 static int set_slice(plan_options *o, args *a)
 {
     uint64_t rows = 0;
@@ -343,9 +352,16 @@ static const struct {
     const char *name;
     int (*set)(plan_options *o, args *a);
 } values[] = {
-    { "--gpu", set_gpu },       { "--conf", set_conf },    { "--torch", set_torch },
-    { "--memory", set_memory }, { "--fsdp", refuse_fsdp }, { "--cublas-workspace", set_workspace },
-    { "--slice", set_slice },   { "--sdpa", set_sdpa },    { "--optimizer", set_optimizer },
+    { "--gpu", set_gpu },
+    { "--conf", set_conf },
+    { "--torch", set_torch },
+    { "--memory", set_memory },
+    { "--fsdp", refuse_fsdp },
+    { "--cublas-workspace", set_workspace },
+    { "--cublaslt-workspace", set_lt_workspace },
+    { "--slice", set_slice },
+    { "--sdpa", set_sdpa },
+    { "--optimizer", set_optimizer },
 };
 
 static int plan_option(plan_options *o, args *a, const char *name)

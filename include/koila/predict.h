@@ -66,17 +66,24 @@ typedef struct koila_predict_opts {
     bool cudnn_sdpa_last; /**< TORCH_CUDNN_SDPA_DEPRIORITIZED is set */
     /** CUBLAS_WORKSPACE_CONFIG, read as torch reads it; NULL: not set, the profile's bytes count */
     const char *cublas_workspace;
-    bool rows_only; /**< koila_plan_options.axes is KOILA_AXES_ROWS, not ANY */
+    const char *cublaslt_workspace; /**< CUBLASLT_WORKSPACE_SIZE; NULL: not set, torch's default */
+    bool keeps_cublas;              /**< TORCH_CUBLAS_WORKSPACE_CACHE is 1 */
+    bool rows_only;                 /**< koila_plan_options.axes is KOILA_AXES_ROWS, not ANY */
 } koila_predict_opts;
 
 /** koila_cache_config.torch_version from which on a product on CUDA takes its workspace for itself
- * and gives it back. Before, cuBLAS keeps one from a thread's first product on. */
+ * and gives it back, unless TORCH_CUBLAS_WORKSPACE_CACHE is 1. Before, and with that, cuBLAS keeps
+ * one from a thread's first product on. */
 enum { KOILA_PRODUCTS_GIVE_BACK = 215 };
-/** The bytes of that workspace: `cublas_bytes`; 1 MiB where a vector is added, which cuBLASLt does
- * (CUBLASLT_WORKSPACE_SIZE is not read); 0: the call is no product. [seen: the allocations of torch
- * 2.15 on the simulated device] */
+/** The bytes of that workspace: `cublaslt_bytes` where cuBLASLt makes the product, else
+ * `cublas_bytes`; 0: the call is no product. cuBLASLt adds a vector, of a number for each
+ * column, to a product of real matrices that has more than one column and sums up more than one
+ * term. [seen: the allocations of torch 2.15 on the simulated device. It makes some others too, as
+ * half precision's sums with a matrix: those count as cuBLAS's] */
 KOILA_API uint64_t koila_product_workspace(const koila_table *t, koila_sig sig,
-                                           uint64_t cublas_bytes);
+                                           uint64_t cublas_bytes, uint64_t cublaslt_bytes);
+/** The bytes of a CUBLASLT_WORKSPACE_SIZE, which is in KiB. NULL, or no number: torch's default. */
+KOILA_API uint64_t koila_cublaslt_workspace(const char *size);
 
 /** Bytes of the copies in another dtype that the call makes of its operands on a CPU, where it
  * computes in one dtype (a mask times numbers, a half-precision tensor plus a float32 one, a sum of
@@ -161,9 +168,10 @@ KOILA_API koila_status koila_predict_plan(const koila_graph *g, const koila_devi
 
 typedef struct koila_fit_opts {
     uint32_t struct_size;
-    uint32_t sdpa;                /**< koila_sdpa */
-    uint64_t stream;              /**< that the step runs on, as `live` names it */
-    const char *cublas_workspace; /**< as koila_predict_opts */
+    uint32_t sdpa;   /**< koila_sdpa */
+    uint64_t stream; /**< that the step runs on, as `live` names it */
+    const char *cublas_workspace, *cublaslt_workspace; /**< as koila_predict_opts */
+    bool keeps_cublas;
     /** of the device's memory, to be left alone: by so much have earlier steps needed more than was
      * predicted (koila_fit_margin) */
     uint64_t margin_bytes;

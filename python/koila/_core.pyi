@@ -153,6 +153,8 @@ def predict(
     autocast: bool = ...,
     grad_scaler: bool = ...,
     cublas_workspace: str | None = ...,
+    cublaslt_workspace: str | None = ...,
+    keeps_cublas: bool = ...,
     cudnn_sdpa_last: bool = ...,
     conf: str | None = ...,
     strict_conf: bool = ...,

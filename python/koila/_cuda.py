@@ -104,9 +104,9 @@ class Clock:
         return self._begin.elapsed_time(self._end) / 1000 if self._end.query() else -1.0
 
 
-def settings(index: int) -> tuple[str, str, str, float, int, int, str]:
+def settings(index: int) -> tuple[str, str, str, float, int, int, str, str]:
     """(device profile as JSON, torch's version, the allocator's settings, the fraction of the
-    device that torch may use, the device's bytes, the stream, cuBLAS's setting).
+    device that torch may use, the device's bytes, the stream, cuBLAS's setting, cuBLASLt's).
 
     Raises:
         RuntimeError: torch uses another allocator than the one that is modelled.
@@ -127,16 +127,18 @@ def settings(index: int) -> tuple[str, str, str, float, int, int, str]:
         float(fraction),
         total,
         stream,
-        _cublas_config(),
+        *_cublas_settings(),
     )
 
 
-def _cublas_config() -> str:
-    """As CUBLAS_WORKSPACE_CONFIG says it; from 2.15 on programs may have set another one."""
-    size = getattr(torch._C, "_cuda_getCublasWorkspaceSize", None)
-    if size is None or VERSION < (2, 15):
-        return os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
-    return f":{int(size()) >> 10}:1"
+def _cublas_settings() -> tuple[str, str]:
+    """As CUBLAS_WORKSPACE_CONFIG and CUBLASLT_WORKSPACE_SIZE say it; from 2.15 on programs may have
+    set others."""
+    if VERSION < (2, 15) or not hasattr(torch._C, "_cuda_getCublasWorkspaceSize"):
+        return os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""), ""
+    sizes = torch._C._cuda_getCublasWorkspaceSize(), torch._C._cuda_getCublasLtWorkspaceSize()
+    cublas, cublaslt = (-(-int(size) // 1024) for size in sizes)
+    return f":{cublas}:1", f"{cublaslt}"
 
 
 def profile(index: int, context_bytes: int) -> str:

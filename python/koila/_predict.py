@@ -143,7 +143,8 @@ def plan(
     conf: the allocator's settings, "expandable_segments:True"; `None`: PYTORCH_CUDA_ALLOC_CONF.
 
     `torch.autocast("cuda")` in the step casts as it does on CUDA, and moves to CUDA move nothing.
-    CUBLAS_WORKSPACE_CONFIG and TORCH_CUDNN_SDPA_DEPRIORITIZED count as they are set here.
+    CUBLAS_WORKSPACE_CONFIG, CUBLASLT_WORKSPACE_SIZE, TORCH_CUBLAS_WORKSPACE_CACHE and
+    TORCH_CUDNN_SDPA_DEPRIORITIZED count as they are set here.
 
     Returns: a `Prediction`. Parameters' `.grad` and all other state are as before.
     Raises: OutOfMemory when one row does not fit the budget; UnsupportedError when the step reads
@@ -200,6 +201,8 @@ def plan(
             autocast=casts,
             grad_scaler=grad_scaler,
             cublas_workspace=os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+            cublaslt_workspace=os.environ.get("CUBLASLT_WORKSPACE_SIZE"),
+            keeps_cublas=os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1",
             cudnn_sdpa_last=bool(os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED")),
             conf=allocator,
             strict_conf=conf is not None,

@@ -122,7 +122,9 @@ static koila_status try_plan(live_device *x, const koila_plan *p)
     koila_fit f = { .struct_size = (uint32_t)sizeof f, .n_simulations = x->last.n_simulations + 1 };
     const koila_predict_opts o = { .struct_size = sizeof o,
                                    .sdpa = x->o.sdpa,
-                                   .cublas_workspace = x->o.cublas_workspace };
+                                   .cublas_workspace = x->o.cublas_workspace,
+                                   .cublaslt_workspace = x->o.cublaslt_workspace,
+                                   .keeps_cublas = x->o.keeps_cublas };
     if (exceeds_margin(x, p)) {
         x->last = f;
         return KOILA_OK;

@@ -9,6 +9,8 @@
 
 #include "base/base.h"
 
+#include <stdlib.h>
+
 #define KIB ((uint64_t)1 << 10)
 #define MIB ((uint64_t)1 << 20)
 
@@ -681,16 +683,34 @@ uint64_t koila__cublas_bytes(const koila_device *d, const koila_predict_opts *o,
     return field_at(d, KOILA_DEVICE_CUBLAS_BYTES, level);
 }
 
-uint64_t koila_product_workspace(const koila_table *t, koila_sig sig, uint64_t cublas_bytes)
+/* addmm(bias, x, w), without beta and alpha */
+static bool is_cublaslt(const koila_table *t, const koila_sig_info *s)
+{
+    if (s->n_inputs != 3 || s->n_tokens != 3)
+        return false;
+    const koila_meta_info *bias = koila_meta_get(t, s->inputs[0]);
+    const koila_meta_info *w = koila_meta_get(t, s->inputs[2]);
+    const bool is_real = bias->dtype == KOILA_DTYPE_F32 || bias->dtype == KOILA_DTYPE_F64 ||
+                         koila__is_half(bias->dtype);
+    return is_real && bias->n_dims == 1 && bias->stride[0] == 1 && w->n_dims == 2 &&
+           w->size[0] > 1 && w->size[1] > 1 && bias->size[0] == w->size[1];
+}
+
+uint64_t koila_product_workspace(const koila_table *t, koila_sig sig, uint64_t cublas_bytes,
+                                 uint64_t cublaslt_bytes)
 {
     const koila_sig_info *s = koila_sig_get(t, sig);
     const uint32_t dense = koila_facts_dense(koila_op_facts(t, s->op));
     if (dense != KOILA_FACT_DENSE_CONTRACT && dense != KOILA_FACT_DENSE_CONTRACT_BIASED)
         return 0;
-    for (uint32_t i = 0; s->n_inputs > 2 && i < s->n_inputs; i++)
-        if (koila_meta_get(t, s->inputs[i])->n_dims == 1)
-            return MIB;
-    return cublas_bytes;
+    return is_cublaslt(t, s) ? cublaslt_bytes : cublas_bytes;
+}
+
+uint64_t koila_cublaslt_workspace(const char *size)
+{
+    char *end = NULL;
+    const long kib = size ? strtol(size, &end, 10) : 0;
+    return end == size || kib < 0 || kib > INT32_MAX ? MIB : (uint64_t)kib * KIB;
 }
 
 /* ---- differences between recordings on CUDA and on a CPU */

@@ -364,8 +364,11 @@ static void note_operators(koila_prediction *p, const prediction_input *x, const
     if (seen[KOILA__INSIDE_CONV])
         note(p, "convolutions are taken to copy their operands for tensor cores (as on an H200), "
                 "else to use the profile's convolution workspace");
-    if (seen[KOILA__INSIDE_GEMM] && x->conf.torch_version < KOILA_PRODUCTS_GIVE_BACK)
+    if (seen[KOILA__INSIDE_GEMM] &&
+        (x->conf.torch_version < KOILA_PRODUCTS_GIVE_BACK || x->o.keeps_cublas))
         note(p, "cuBLAS keeps one workspace for forward and one for backward");
+    else if (seen[KOILA__INSIDE_GEMM])
+        note(p, "each product takes cuBLAS's workspace and gives it back");
     if (seen[KOILA__INSIDE_RNN])
         note(p,
              "a recurrent layer is taken to run in cuDNN; its reserve and workspace are estimated");

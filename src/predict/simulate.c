@@ -152,15 +152,13 @@ static koila__storage_id storage_of(const koila__sim *s, koila_value v)
     return s->local[v] ? s->local[v] : s->whole[v];
 }
 
-/* (TORCH_CUBLAS_WORKSPACE_CACHE=1, with which one is kept as before torch 2.15, is not read.) */
 static bool gives_back_cublas(const koila__sim *s)
 {
-    return koila__cache_torch_version(s->c) >= KOILA_PRODUCTS_GIVE_BACK;
+    return koila__cache_torch_version(s->c) >= KOILA_PRODUCTS_GIVE_BACK && !s->o.keeps_cublas;
 }
 
-/* Before 2.15 cuBLAS takes its workspace with the first product of each thread and never releases
- * it. Backward has a thread of its own, which records without grad mode; unless one thread runs
- * all. */
+/* Else cuBLAS takes its workspace with the first product of each thread and never releases it.
+ * Backward has a thread of its own, which records without grad mode; unless one thread runs all. */
 static void first_product(koila__sim *s, bool grad_mode)
 {
     if (s->has_cublas[grad_mode])
@@ -279,7 +277,8 @@ void koila__sim_run_node(koila__sim *s, koila_node n, uint16_t steal)
         temps = koila__temporaries(&k, out_bytes);
     if (!is_measured && is_product && gives_back_cublas(s))
         temps.bytes[temps.n++] =
-            koila_product_workspace(s->t, id, koila__cublas_bytes(s->d, &s->o, s->level));
+            koila_product_workspace(s->t, id, koila__cublas_bytes(s->d, &s->o, s->level),
+                                    koila_cublaslt_workspace(s->o.cublaslt_workspace));
     const uint64_t kept = is_measured && s->is_plain ? koila__kept_losses(&k) : 0;
     /* it was measured as koila runs it, which copies the number out of them */
     temps.bytes[0] -= kept < temps.bytes[0] ? kept : temps.bytes[0];

@@ -10,5 +10,5 @@ profile "$whole" good; profile "$(field sm_count -3)" negative; profile "$(field
 profile "$(printf '%s' "$whole" | sed 's/8000000000/8/')" tiny; head -c 60 good >half
 for f in negative short odd how tiny half; do "$KOILA" plan mlp.kgraph --gpu $f; echo "exit $?"; done
 "$KOILA" plan mlp.kgraph --gpu good | grep -E '^(fits|does)'
-for a in "--memory 24G" "--conf max_split_size_mb=5" "--conf odd=5" "--conf backend=cudaMallocAsync" "--fsdp" "--cublas-workspace 8" "--slice 0" "--torch two" "--odd" "--gpu"; do "$KOILA" plan mlp.kgraph --gpu a100-40gb $a 2>&1 | grep -v usage: | grep -v list-gpus; done
+for a in "--memory 24G" "--conf max_split_size_mb=5" "--conf odd=5" "--conf backend=cudaMallocAsync" "--fsdp" "--cublas-workspace 8" "--cublaslt-workspace 1MiB" "--slice 0" "--torch two" "--odd" "--gpu"; do "$KOILA" plan mlp.kgraph --gpu a100-40gb $a 2>&1 | grep -v usage: | grep -v list-gpus; done
 "$KOILA" plan mlp.kgraph --gpu h100-80gb --cublas-workspace :16:8 --grad-scaler | grep -E '^fits|CUBLAS' | sed 's/,.*//'

@@ -211,6 +211,8 @@ CASES |= {
     "attention of float32, no dropout": of(
         lambda: Attention(4, 64, torch.float32), 8, 256, 256
     ),
+    "linear of one column": of(lambda: nn.Linear(512, 1), 4096, 512),
+    "linear of one term": of(lambda: nn.Linear(1, 512), 4096, 1),
     "gradients of two branches": of(lambda: Branches(2), 4096, 1024),
     "gradients of five branches": of(lambda: Branches(5), 4096, 1024),
     "a sum in a function's backward": of(

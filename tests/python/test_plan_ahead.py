@@ -771,6 +771,23 @@ def test_settings_of_the_environment_count(monkeypatch):
     )
 
 
+def test_settings_of_the_environment_of_torch_2_15_count(monkeypatch):
+    model = on_meta(nn.Linear, 64, 64)
+    monkeypatch.setattr(torch, "__version__", "2.15.0")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+    def allocated(**settings):
+        for name, value in settings.items():
+            monkeypatch.setenv(name, value)
+        with torch.no_grad():  # one product, of cuBLASLt
+            return expected(koila.plan(lambda x: model(x), meta(64, 64), device="a100-40gb"))
+
+    default = allocated()
+    assert allocated(CUBLASLT_WORKSPACE_SIZE="4096") - default == 3 << 20
+    assert allocated(TORCH_CUBLAS_WORKSPACE_CACHE="1") - default == 31 << 20
+    assert allocated(TORCH_CUBLAS_WORKSPACE_CACHE="0") - default == 3 << 20
+
+
 def test_what_a_training_loop_adds_is_counted():
     model = on_meta(nn.Linear, 2048, 2048, bias=False)  # 16 MiB
     plans = {}

@@ -598,19 +598,24 @@ TEST(on_cuda__an_optimizer_s_temporaries_depend_on_its_way)
     }
 }
 
-/* Of the first step, with so much for each workspace of cuBLAS. */
-static uint64_t peak_with(const char *text, const char *version, const char *cublas)
+/* Of the first step. */
+static uint64_t peak_of(const char *text, const char *version, koila_predict_opts o)
 {
     koila_table *t;
     koila_graph *g = parse(&t, text);
     koila_device *d = gpu("a100-40gb");
     koila_prediction p = { 0 };
-    const koila_predict_opts o = { .struct_size = sizeof o, .cublas_workspace = cublas };
+    o.struct_size = sizeof o;
     CHECK_EQ(koila_predict(g, d, torch(version), &o, &p, NULL), KOILA_OK);
     koila_device_free(d);
     koila_graph_free(g);
     koila_table_free(t);
     return p.first.allocated.expected;
+}
+/* With so much for each workspace of cuBLAS. */
+static uint64_t peak_with(const char *text, const char *version, const char *cublas)
+{
+    return peak_of(text, version, (koila_predict_opts){ .cublas_workspace = cublas });
 }
 
 TEST(on_cuda__from_torch_2_15_on_a_product_gives_its_workspace_back)
@@ -635,6 +640,58 @@ TEST(on_cuda__from_torch_2_15_on_a_product_gives_its_workspace_back)
     CHECK_EQ(peak_with(linear, "2.15", large), peak_with(linear, "2.15", none));
     CHECK_EQ(peak_with(linear, "2.15", none) - peak_with(linear, "2.14", none), MIB);
     CHECK_EQ(peak_with(square, "2.15", large) - peak_with(square, "2.15", none), 64 * MIB);
+}
+
+TEST(on_cuda__cublaslt_adds_vectors_to_products_of_some_columns_and_terms)
+{
+    static const struct {
+        const char *dtype, *bias, *keywords;
+        int terms, columns;
+        bool is_lt;
+    } rows[] = {
+        { "f32", "[64]", "", 64, 64, true },      { "bf16", "[64]", "", 64, 64, true },
+        { "f64", "[2]", "", 2, 2, true },         { "f32", "[1]", "", 64, 1, false },
+        { "f32", "[64]", "", 1, 64, false },      { "f32", "[1]", "", 64, 64, false },
+        { "f32", "[64, 64]", "", 64, 64, false }, { "f32", "[64]", ", beta=0.5", 64, 64, false },
+        { "c64", "[64]", "", 64, 64, false },     { "f32", "[64]{2}", "", 64, 64, false }
+    };
+    for (size_t i = 0; i < KOILA_COUNT(rows); i++) {
+        char text[400];
+        const char *of = rows[i].dtype;
+        snprintf(text, sizeof text,
+                 "koila graph 1\naxis 64\n%%0 = batch axis 0 dim 0 %s[64, %d]\n"
+                 "%%1 = real %s[%d, %d]\n%%2 = real %s%s\n"
+                 "%%3 = aten::addmm(%%2, %%0, %%1%s) -> %s[64, %d] grad\n",
+                 of, rows[i].terms, of, rows[i].terms, rows[i].columns, of, rows[i].bias,
+                 rows[i].keywords, of, rows[i].columns);
+        const uint64_t more = peak_with(text, "2.15", ":65536:1") - peak_with(text, "2.15", ":0:0");
+        if (rows[i].is_lt)
+            CHECK_EQ(more, 0);
+        else
+            CHECK_EQ(more, 64 * MIB);
+    }
+}
+
+TEST(on_cuda__cublas_settings_of_torch_2_15_count)
+{
+    static const char both[] =
+        "koila graph 1\naxis 64\n%0 = batch axis 0 dim 0 f32[64, 64]\n%1 = real f32[64, 64]\n"
+        "%2 = real f32[64]\n%3 = aten::addmm(%2, %0, %1) -> f32[64, 64] grad\n";
+    const uint64_t plain = peak_with(both, "2.15", ":16:8");
+    static const struct {
+        const char *size;
+        uint64_t bytes;
+    } rows[] = { { NULL, MIB }, { "", MIB },         { "x", MIB },        { "-1", MIB },
+                 { "0", 0 },    { "2048", 2 * MIB }, { "2048x", 2 * MIB } };
+    for (size_t i = 0; i < KOILA_COUNT(rows); i++) {
+        const koila_predict_opts o = { .cublas_workspace = ":16:8",
+                                       .cublaslt_workspace = rows[i].size };
+        CHECK_EQ(koila_cublaslt_workspace(rows[i].size), rows[i].bytes);
+        CHECK_EQ(peak_of(both, "2.15", o) + MIB, plain + rows[i].bytes);
+    }
+    const koila_predict_opts kept = { .cublas_workspace = ":4096:8", .keeps_cublas = true };
+    CHECK_EQ(peak_of(both, "2.15", kept), peak_with(both, "2.14", ":4096:8"));
+    CHECK_EQ(peak_of(both, "2.14", kept), peak_with(both, "2.14", ":4096:8"));
 }
 
 TEST(on_cuda__a_scaler_and_cublas_settings_count)

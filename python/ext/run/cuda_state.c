@@ -28,6 +28,7 @@ static struct {
     koila_device *device;
     uint64_t stream;
     char cublas[64];          /* CUBLAS_WORKSPACE_CONFIG, "" if not set */
+    char cublaslt[24];        /* CUBLASLT_WORKSPACE_SIZE, "" for the default */
     uint64_t ran_products[4]; /* a bit for each GPU: a step has run a product there */
 } gpu;
 
@@ -260,13 +261,13 @@ static bool bring_live(const koila__room *room)
     forget_live();
     PyObject *with = koila__gpu_ask("settings", room->gpu);
     PyObject *list = with ? koila__gpu_ask("segments", room->gpu) : NULL;
-    const char *profile, *version, *text, *cublas;
+    const char *profile, *version, *text, *cublas, *cublaslt;
     double fraction;
     unsigned long long total, stream;
     koila_cache_config conf;
     if (list &&
-        PyArg_ParseTuple(with, "sssdKKs", &profile, &version, &text, &fraction, &total, &stream,
-                         &cublas) &&
+        PyArg_ParseTuple(with, "sssdKKss", &profile, &version, &text, &fraction, &total, &stream,
+                         &cublas, &cublaslt) &&
         koila_cache_config_init(&conf, version) == KOILA_OK &&
         koila_cache_config_parse(&conf, text, 0, NULL) == KOILA_OK &&
         koila_device_open(profile, strlen(profile), NULL, &gpu.device, NULL) == KOILA_OK) {
@@ -277,6 +278,7 @@ static bool bring_live(const koila__room *room)
         gpu.live = cache_of(list, &conf);
         gpu.stream = stream;
         snprintf(gpu.cublas, sizeof gpu.cublas, "%s", cublas);
+        snprintf(gpu.cublaslt, sizeof gpu.cublaslt, "%s", cublaslt);
     }
     PyErr_Clear();
     Py_XDECREF(with);
@@ -330,7 +332,8 @@ uint64_t koila__gpu_workspace_of(void *ignored, koila_sig sig, int64_t rows, int
     uint64_t cublas = 0;
     if (keeps_cublas() || !koila_cublas_workspace(gpu.cublas, &cublas))
         return learned;
-    return learned + koila_product_workspace(koila__table, sig, cublas);
+    return learned + koila_product_workspace(koila__table, sig, cublas,
+                                             koila_cublaslt_workspace(gpu.cublaslt));
 }
 
 void koila__gpu_ran_product(int index)
@@ -352,6 +355,8 @@ static koila_fit_opts options_for(int index, uint64_t key)
     return (koila_fit_opts){ .struct_size = sizeof(koila_fit_opts),
                              .stream = gpu.stream,
                              .cublas_workspace = gpu.cublas[0] ? gpu.cublas : NULL,
+                             .cublaslt_workspace = gpu.cublaslt,
+                             .keeps_cublas = keeps_cublas(),
                              .margin_bytes = m ? m->bytes : 0,
                              .has_cublas_workspace = has_run_product(index),
                              .measured = koila__workspace_known };

@@ -40,7 +40,9 @@ static int options_of(const koila__training *with, koila_predict_opts *o)
                                .autocast = with->autocast,
                                .grad_scaler = with->grad_scaler,
                                .cudnn_sdpa_last = with->cudnn_sdpa_last,
-                               .cublas_workspace = with->cublas_workspace };
+                               .cublas_workspace = with->cublas_workspace,
+                               .cublaslt_workspace = with->cublaslt_workspace,
+                               .keeps_cublas = with->keeps_cublas };
     if (word_of(with->optimizer, optimizers, "optimizer", &o->optimizer) < 0 ||
         word_of(with->way, ways, "optimizer_way", &o->way) < 0)
         return -1;

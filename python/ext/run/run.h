@@ -630,10 +630,11 @@ void koila__reads_end(koila__tape *t, const koila__part *p, const cached *c, uin
 /* ---- predict_step.c */
 /* What a recorded step does not contain: the fields of koila_predict_opts in words. */
 typedef struct koila__training {
-    const char *optimizer, *way, *sdpa, *cublas_workspace, *conf, *torch_version;
+    const char *optimizer, *way, *sdpa, *cublas_workspace, *cublaslt_workspace, *conf;
+    const char *torch_version;
     /* strict_conf: conf was typed by the user */
-    int weight_decay, amsgrad, clip_grad_norm, ddp, autocast, grad_scaler, cudnn_sdpa_last,
-        strict_conf;
+    int weight_decay, amsgrad, clip_grad_norm, ddp, autocast, grad_scaler, keeps_cublas,
+        cudnn_sdpa_last, strict_conf;
 } koila__training;
 /* rows: KOILA_ROWS_AUTO for the most that fit. *out: the predicted plan, a new reference. Other
  * threads run meanwhile; what they record and forget does not change `g`, which is copied first. */

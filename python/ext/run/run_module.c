@@ -641,6 +641,8 @@ static PyObject *py_predict(PyObject *self, PyObject *args, PyObject *kw)
                              "autocast",
                              "grad_scaler",
                              "cublas_workspace",
+                             "cublaslt_workspace",
+                             "keeps_cublas",
                              "cudnn_sdpa_last",
                              "conf",
                              "strict_conf",
@@ -652,11 +654,11 @@ static PyObject *py_predict(PyObject *self, PyObject *args, PyObject *kw)
     koila__training with = { .optimizer = "none", .way = "foreach", .sdpa = "auto" };
     (void)self;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kw, "Ks|$KOsssppppppzpzpz:predict", names, &number, &device, &memory,
+            args, kw, "Ks|$KOsssppppppzzppzpz:predict", names, &number, &device, &memory,
             &rows_or_none, &with.optimizer, &with.way, &with.sdpa, &with.weight_decay,
             &with.amsgrad, &with.clip_grad_norm, &with.ddp, &with.autocast, &with.grad_scaler,
-            &with.cublas_workspace, &with.cudnn_sdpa_last, &with.conf, &with.strict_conf,
-            &with.torch_version))
+            &with.cublas_workspace, &with.cublaslt_workspace, &with.keeps_cublas,
+            &with.cudnn_sdpa_last, &with.conf, &with.strict_conf, &with.torch_version))
         return NULL;
     const int64_t rows =
         rows_or_none == Py_None ? KOILA_ROWS_AUTO : PyLong_AsLongLong(rows_or_none);
