@@ -3,6 +3,7 @@ steps aside from, waits for the GPU and takes memory no more often than plain Py
 for free memory ten times a second at most; calls through torch's C ABI are those of Python, in
 numbers and in the allocator's peak, on each stream and device, in each precision."""
 
+import functools
 import time
 
 import pytest
@@ -164,8 +165,14 @@ def trained(name, direct, device="cuda", around=None):
     return [*model.parameters(), *model.buffers()], state, peak, n
 
 
+@functools.cache
+def another_stream():
+    """The same in all steps: the first product on a stream makes cuBLAS's workspace there."""
+    return torch.cuda.Stream()
+
+
 def on_another_stream():
-    return torch.cuda.stream(torch.cuda.Stream())
+    return torch.cuda.stream(another_stream())
 
 
 AROUND = {
