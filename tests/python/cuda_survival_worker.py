@@ -15,7 +15,15 @@ import sys
 
 import torch
 import torch._dynamo  # an optimizer imports it, which would take most of each case's time
-from memory_helpers import by_hand_step, clear, eager_step, fakecuda, koila_step, memory_only
+from memory_helpers import (
+    by_hand_step,
+    clear,
+    eager_step,
+    fakecuda,
+    koila_step,
+    memory_only,
+    workspace_of_a_product,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -262,12 +270,18 @@ def plain_case(name):
     return torch.cuda.max_memory_reserved() - held, gradients(model)
 
 
+def share_of(need, fraction):
+    """Bytes for a part of a step that needs `need`."""
+    whole = workspace_of_a_product()  # however few the rows are
+    return whole + int((need - whole) * fraction)
+
+
 def numbers_case(name, situation, fraction, need, expected):
     model, batch = made(name, is_small=True)
     if situation == "fragmented":
         after_a_small_step(model, batch, eager_step)
     held = after_a_small_step(model, batch, koila_step)
-    end = limited(situation, held + int(need * fraction), "koila")
+    end = limited(situation, held + share_of(need, fraction), "koila")
     kept = of_random_sizes(model, batch, fraction / 4, need) if situation == "fragmented" else []
     clear(model)
     koila_step(model, loss, batch)
@@ -328,7 +342,7 @@ def taken_case(name, need, expected):
     def take(x):
         calls.append(len(x))
         if len(calls) == 2:  # it was recorded on few rows; now it runs, so the plan is made
-            ends.append(others_take(need // 3))
+            ends.append(others_take(share_of(need, 1 / 3)))
         return x * 1.0
 
     koila_step(nn.Sequential(take_layer(take), *model), loss, batch)

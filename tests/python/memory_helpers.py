@@ -8,6 +8,7 @@ import torch
 
 import koila
 from koila import _core
+from koila._torch import VERSION
 
 try:
     import fakecuda
@@ -30,6 +31,27 @@ def memory_only():
     finally:
         if fakecuda:
             fakecuda.numbers(True)
+
+
+def workspace_of_a_product():
+    """Bytes. From torch 2.15 on each product on a GPU takes cuBLAS's workspace for itself, of 32
+    MiB, and gives it back; before, it is there from the first one on."""
+    return torch.backends.cuda.cublas_workspace_size() if VERSION >= (2, 15) else 0
+
+
+@contextlib.contextmanager
+def products_without_workspace():
+    """For claims about a model's own megabytes: workspace_of_a_product() is 0."""
+    if VERSION < (2, 15):
+        yield
+        return
+    torch.backends.cuda.cublas_workspace_size(0)
+    torch.backends.cuda.cublaslt_workspace_size(0)
+    try:
+        yield
+    finally:
+        torch._C._cuda_resetCublasWorkspaceSize()
+        torch._C._cuda_resetCublasLtWorkspaceSize()
 
 
 class Held:

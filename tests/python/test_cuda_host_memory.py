@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import DEVICE
 from helpers import assert_same, model_state
-from memory_helpers import out_of_memory
+from memory_helpers import out_of_memory, products_without_workspace
 from test_recompute import encoder, tower
 from torch import nn
 
@@ -37,7 +37,8 @@ MODELS = {
 def no_library_memory(monkeypatch):
     """cuDNN's and cuBLAS's memory is not what these tests are about."""
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
-    yield
+    with products_without_workspace():
+        yield
     _host_memory._prices.clear()
 
 
@@ -306,12 +307,14 @@ if fault == "kernels wait for no copy":
 if fault == "memory is used again at once":
     _run.PSEUDO["koila::offloaded"] = lambda h, x: h
 
+from memory_helpers import products_without_workspace
 from test_cuda_host_memory import Case, FREE
 import koila
 torch.backends.cudnn.enabled = False
-case = Case("dropout")
-del found[:], launched[:]
-case.below(0.4)
+with products_without_workspace():
+    case = Case("dropout")
+    del found[:], launched[:]
+    case.below(0.4)
 plan = koila.last_plan()
 assert len(launched) >= plan.n_run + 2 * plan.n_offloaded > plan.n_run
 print("races", len(found))
