@@ -22,13 +22,22 @@ _MOST_CHECKED = 1 << 24  # bytes of memory on which eager checks for overlaps
 _MOST_MARKED = 1 << 26  # elements that are marked to find shared ones
 
 
+@functools.cache
+def _mode_class() -> Any:
+    """Where there is no GPU, torch's CUDA build would pretend to have eight from the first fake on.
+    Autograd starts a thread for each of them then, and no forked process can run a backward."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if not torch.backends.cuda.is_built():
+        return FakeTensorMode
+    return type("FakeTensorMode", (FakeTensorMode,), {"avoid_device_init": False})
+
+
 class _Here(threading.local):
     """One for each thread: a mode is entered in one at a time."""
 
     def __init__(self) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake_mode = _mode_class()(allow_non_fake_inputs=True)
         # Each call comes here once. Torch's own cache would keep each for ever.
         self.fake_mode.cache_enabled = False
         self.quiet = False  # its log is not told what fails now

@@ -904,6 +904,39 @@ def test_gradients_are_taken_as_they_are():
     assert copies.n == 0
 
 
+def test_where_no_gpu_is_seen_a_step_leaves_autograd_without_threads_for_any():
+    """After those a forked child may run no backward, and a program of torch before 2.13 aborted at
+    its end if a thread of its own had run one."""
+    run_python(
+        """
+        import os
+        import koila, torch
+        from koila import _core
+
+        def step():
+            w = torch.ones(3, requires_grad=True)
+            (koila.lazy(torch.ones(4, 3)) * w).sum().backward()
+            assert w.grad.tolist() == [4.0] * 3
+
+        assert not torch.cuda.is_available() and torch.backends.cuda.is_built()
+        step()
+        assert not _core.has_device_threads()
+        comms = (f"/proc/self/task/{t}/comm" for t in os.listdir("/proc/self/task"))
+        names = [open(comm).read() for comm in comms]
+        assert not any("pt_autograd" in name for name in names), names
+        pid = os.fork()
+        if pid == 0:
+            try:
+                step()
+            except BaseException:
+                os._exit(3)
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        """,
+        env={"FAKECUDA_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "", "KOILA_DEVICE": "cpu"},
+    )
+
+
 def test_a_forked_child_lets_go_of_the_step():
     """What it asks of the GPU is refused by torch, for eager code and for the open step alike."""
     run_python(

@@ -31,10 +31,10 @@ if remove:
     torch._C._remove_obj_from_tls = remove
 """
 
-# Whose backward it is is stashed for the threads of an accelerator: as if there were one.
+# Whose backward it is is stashed for the threads of an accelerator's devices: as if there were one.
 ACCELERATOR = """
 import sys, torch
-torch._C._accelerator_getAccelerator = lambda: torch.device("cuda")
+torch.accelerator.device_count = lambda: 1
 """
 
 STEPS = """

@@ -19,7 +19,7 @@
 
 /* What koila needs of torch; all owned. */
 static struct {
-    PyObject *stash, *get, *has, *drop, *graph_task, *accelerator, *key;
+    PyObject *stash, *get, *has, *drop, *graph_task, *n_devices, *key;
     PyObject *apply; /* code of torch.autograd.Function.apply; NULL: this torch has another */
     bool takes_one;  /* stash() takes a reference from its caller, as torch 2.11 does */
     bool ready;
@@ -90,6 +90,7 @@ int koila__whose_setup(void)
     PyObject *autograd = torch ? PyImport_ImportModule("torch.autograd.function") : NULL;
     PyObject *class = autograd ? PyObject_GetAttrString(autograd, "Function") : NULL;
     PyObject *apply = class ? PyObject_GetAttrString(class, "apply") : NULL;
+    PyObject *accelerator = apply ? PyImport_ImportModule("torch.accelerator") : NULL;
     if (!apply || torch_tls.ready)
         goto done;
     torch_tls.apply = PyObject_GetAttrString(apply, "__code__"); /* a method gives its function's */
@@ -99,7 +100,7 @@ int koila__whose_setup(void)
     torch_tls.has = function_of(torch, "_is_key_in_tls");
     torch_tls.drop = function_of(torch, "_remove_obj_from_tls");
     torch_tls.graph_task = function_of(torch, "_current_graph_task_id");
-    torch_tls.accelerator = function_of(torch, "_accelerator_getAccelerator");
+    torch_tls.n_devices = function_of(accelerator, "device_count");
     torch_tls.key = PyUnicode_InternFromString("koila");
     torch_tls.ready = !torch_tls.stash || learn_whose_reference() == 0;
 done:
@@ -107,6 +108,7 @@ done:
     Py_XDECREF(autograd);
     Py_XDECREF(class);
     Py_XDECREF(apply);
+    Py_XDECREF(accelerator);
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -273,14 +275,20 @@ static int carry(PyObject *c)
     return c == Py_None ? unstash(torch_tls.key) : stash(torch_tls.key, c);
 }
 
-/* Has this torch an accelerator, whose threads autograd's engine may use? Asking starts none. */
+/* Are there devices whose threads autograd's engine may use? It starts those with its first
+ * backward, so the answer stays. Asking starts none. A CUDA build on a machine without a GPU has an
+ * accelerator all the same, but no device. */
 static bool has_device_threads(void)
 {
-    PyObject *a = torch_tls.accelerator ? PyObject_CallNoArgs(torch_tls.accelerator) : NULL;
+    static int has = -1; /* nobody knows yet */
+    if (has >= 0)
+        return has;
+    PyObject *n = torch_tls.n_devices ? PyObject_CallNoArgs(torch_tls.n_devices) : NULL;
+    if (n)
+        has = PyObject_IsTrue(n);
     PyErr_Clear();
-    const bool has = a != Py_None; /* or nobody knows */
-    Py_XDECREF(a);
-    return has;
+    Py_XDECREF(n);
+    return has != 0;
 }
 
 static PyObject *py_has_device_threads(PyObject *module, PyObject *none)
