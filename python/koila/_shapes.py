@@ -302,6 +302,9 @@ def _corrected(func: Any, args: tuple[Any, ...], fakes: list[Any], out: _Out) ->
         out[1] = (_TENSOR, (torch.float64, *out[1][1][1:]))
     if func is aten.mkldnn_rnn_layer.default:
         out[3] = (_TENSOR, _rnn_workspace(args, out[3][1]))
+    if func is aten.mkldnn_rnn_layer_backward.default and VERSION < (2, 13):
+        # Gradients of half precision are float32, and autograd casts them.
+        out = [(kind, value and (torch.float32, *value[1:])) for kind, value in out]
     memory_format = _format_of(func, args, fakes, device_type) if out and out[0][0] else None
     if memory_format is not None:
         dtype, device, size, _, offset = out[0][1]
