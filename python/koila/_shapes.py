@@ -542,13 +542,32 @@ _ALIKE = frozenset(
 )
 
 
+_LONG, _WHOLE = (torch.int64,), (torch.int64, torch.int32)
+# Where the index is, and of which dtypes.
+_INDEX_AT = {
+    "embedding": (1, _WHOLE),
+    "index_add": (2, _WHOLE),
+    "index_copy": (2, _LONG),
+    "index_fill": (2, _LONG),
+    "index_reduce": (2, _WHOLE),
+    "index_select": (2, _WHOLE),
+}
+
+
 def _unlike(func: Any, args: Any, kwargs: Any) -> bool:
-    """Kernels of _ALIKE need operands of one dtype, which their shape functions do not check; a few
-    accept wrong shapes. Then eager is tried, which nearly always raises."""
+    """Kernels of _ALIKE need operands of one dtype, which their shape functions do not check, as
+    little as the dtype of an index; a few accept wrong shapes. Then eager is tried, which nearly
+    always raises."""
     name = func._schema.name.removeprefix("aten::").rstrip("_")
     dtypes = {t.dtype for t in tensors_of(args, kwargs)}
     if name.startswith("bitwise"):
         return any(d.is_floating_point or d.is_complex for d in dtypes)
+    if name == "avg_pool3d":
+        return 0 in args[6:]  # the divisor, before torch 2.13
+    if name in _INDEX_AT:
+        at, taken = _INDEX_AT[name]
+        if args[at].dtype not in taken:
+            return True
     if name == "bucketize":
         return isinstance(args[0], torch.Tensor) and args[1].dim() != 1
     if name == "index_add":

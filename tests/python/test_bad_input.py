@@ -514,6 +514,22 @@ assert float(koila.run(koila.lazy(torch.ones(6, 2)).sum())) == 12
         lambda x: x.index_add(0, torch.tensor([0]), torch.ones(1, 5)),
         lambda x: x.index_add(0, torch.tensor([0]), torch.ones(1, 3, dtype=D)),
         lambda x: x & x,
+        lambda x: F.avg_pool3d(x.expand(1, 1, 3, *x.shape), 2, divisor_override=0),
+        *(
+            lambda x, f=f, dtype=dtype: f(x, torch.arange(len(x), dtype=dtype))
+            for dtype in (torch.float32, torch.int16)
+            for f in (
+                lambda x, i: F.embedding(i, x),
+                lambda x, i: x.index_select(0, i),
+                lambda x, i: x.index_copy(0, i, x),
+                lambda x, i: x.index_fill(0, i, 1.0),
+                lambda x, i: (x * 1).index_fill_(0, i, 1.0),
+                lambda x, i: x.index_reduce(0, i, x, "prod"),
+            )
+        ),
+        lambda x: x.index_add(0, torch.zeros(len(x)), x),
+        lambda x: x.index_copy(0, torch.arange(len(x), dtype=torch.int32), x),
+        lambda x: x.index_fill(0, torch.zeros(1, dtype=torch.int32), 1.0),
     ],
 )
 def test_a_mistake_of_the_user_is_torch_s_error_at_the_user_s_line(wrong):
