@@ -12,6 +12,7 @@ import torch
 from conftest import DEVICE, LONG
 
 from koila import _core, _shapes, lazy
+from koila._torch import VERSION
 
 aten = torch.ops.aten
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
@@ -133,6 +134,8 @@ def test_marked_operators_take_no_sizes_and_no_dimensions():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MARKED)
 def test_what_a_call_gives_depends_on_no_value_of_a_number(name):
+    if name == "hardtanh" and VERSION < (2, 13):
+        pytest.skip("its shape function refuses bounds in the wrong order, which its kernel takes")
     n_asked = 0
     for func in overloads(name):
         found, n = differing(func)
