@@ -127,7 +127,7 @@ def _leave_lazies_alone(dynamo: Any) -> None:
             if lazies:
                 _compiled_by_itself(given.get("fn"))
                 _here.uncounted |= bool(given.get("fullgraph_count_enabled"))
-                if not _here.learning and _by_inductor(dynamo.innermost_backend(callback)):
+                if not _here.learning and _by_inductor(_backend_of(callback)):
                     _core.tape_of(lazies[0]).compiles = True
                 return None
         return chosen(callback)
@@ -141,6 +141,13 @@ def _leave_lazies_alone(dynamo: Any) -> None:
     dynamo._callback_from_stance = callback_from_stance
     if count is not None:
         dynamo.set_fullgraph_compiled_frame_count = frame_count
+
+
+def _backend_of(callback: Any) -> Any:
+    """As torch's own innermost_backend(), which 2.10 lacks."""
+    while hasattr(callback, "_torchdynamo_orig_backend"):
+        callback = callback._torchdynamo_orig_backend
+    return callback
 
 
 def _by_inductor(backend: Any) -> bool:
