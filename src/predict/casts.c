@@ -16,23 +16,12 @@ static const koila__rule families[] = {
     koila__rule_pointwise, koila__rule_sum,    koila__rule_where,
 };
 
-static bool is_complex(koila_dtype d)
-{
-    return d == KOILA_DTYPE_C32 || d == KOILA_DTYPE_C64 || d == KOILA_DTYPE_C128;
-}
-
-static bool is_real_float(koila_dtype d)
-{
-    return d == KOILA_DTYPE_F16 || d == KOILA_DTYPE_BF16 || d == KOILA_DTYPE_F32 ||
-           d == KOILA_DTYPE_F64;
-}
-
 /* Of two dtypes, that in which torch compares them, where one of them is it: whole numbers give way
  * to floating-point ones, fewer bytes to more. */
 static koila_dtype stronger(koila_dtype a, koila_dtype b)
 {
-    const int rank_a = is_complex(a) ? 2 : is_real_float(a);
-    const int rank_b = is_complex(b) ? 2 : is_real_float(b);
+    const int rank_a = koila__dtype_is_float(a) + koila__dtype_is_complex(a);
+    const int rank_b = koila__dtype_is_float(b) + koila__dtype_is_complex(b);
     if (rank_a != rank_b)
         return rank_a > rank_b ? a : b;
     return koila_dtype_bytes(a) >= koila_dtype_bytes(b) && a != KOILA_DTYPE_BOOL ? a : b;
@@ -62,7 +51,8 @@ uint64_t koila_cast_bytes(const koila_table *t, koila_sig sig)
     for (uint32_t i = rule == koila__rule_where; i < s->n_inputs; i++) { /* not the condition */
         const koila_meta_info *m = koila_meta_get(t, s->inputs[i]);
         /* complex numbers are made of real ones without a cast */
-        if (m->n_dims && m->dtype != dtype && is_complex(m->dtype) == is_complex(dtype))
+        if (m->n_dims && m->dtype != dtype &&
+            koila__dtype_is_complex(m->dtype) == koila__dtype_is_complex(dtype))
             bytes += m->n_elements * koila_dtype_bytes(dtype);
     }
     return bytes;

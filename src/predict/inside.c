@@ -8,6 +8,7 @@
 #include "predict/inside.h"
 
 #include "base/base.h"
+#include "placement/rules.h"
 
 #include <stdlib.h>
 
@@ -690,8 +691,8 @@ static bool is_cublaslt(const koila_table *t, const koila_sig_info *s)
         return false;
     const koila_meta_info *bias = koila_meta_get(t, s->inputs[0]);
     const koila_meta_info *w = koila_meta_get(t, s->inputs[2]);
-    const bool is_real = bias->dtype == KOILA_DTYPE_F32 || bias->dtype == KOILA_DTYPE_F64 ||
-                         koila__is_half(bias->dtype);
+    const bool is_real =
+        koila__dtype_is_float(bias->dtype) && !koila__dtype_is_complex(bias->dtype);
     return is_real && bias->n_dims == 1 && bias->stride[0] == 1 && w->n_dims == 2 &&
            w->size[0] > 1 && w->size[1] > 1 && bias->size[0] == w->size[1];
 }
