@@ -300,6 +300,8 @@ def _corrected(func: Any, args: tuple[Any, ...], fakes: list[Any], out: _Out) ->
     if func is _attention_of_the_cpu and fakes[0].dtype == torch.float64:
         # The kernel sums in the type of the scores; the shape function before torch 2.13 says f32.
         out[1] = (_TENSOR, (torch.float64, *out[1][1][1:]))
+    if func in _of_promoted_operands:
+        out[0] = (_TENSOR, (torch.result_type(*fakes), *out[0][1][1:]))
     if func is aten.mkldnn_rnn_layer.default:
         out[3] = (_TENSOR, _rnn_workspace(args, out[3][1]))
     if func is aten.mkldnn_rnn_layer_backward.default and VERSION < (2, 13):
@@ -348,6 +350,9 @@ def _format_of(func: Any, args: tuple[Any, ...], fakes: list[Any], device_type: 
 _efficient_attention = aten._scaled_dot_product_efficient_attention.default
 _norm_backward = aten.native_batch_norm_backward.default
 _attention_of_the_cpu = aten._scaled_dot_product_flash_attention_for_cpu.default
+# Their kernels compute in the dtype to which both tensors are promoted. The shape functions name
+# another one (of hardtanh's, before torch 2.13).
+_of_promoted_operands = {aten.threshold_backward.default, aten.hardtanh_backward.default}
 # The CPU's kernels lay result 0 out in the memory format that this input suggests, contiguous where
 # it suggests none. The shape functions follow any strides (batch norm), or forget channels_last
 # (unpooling, torch 2.14's group norm).
