@@ -11,6 +11,8 @@ do."""
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -170,3 +172,16 @@ def ctrl_c():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def inductor():
+    """Skips where torch alone cannot compile either: no C++ compiler, or torch without its headers,
+    as Debian's python3-torch is."""
+    program = "import torch; torch.compile(lambda x: x.sin() + 1)(torch.ones(64))"
+    tried = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True
+    )
+    if tried.returncode:
+        errors = [line for line in tried.stderr.splitlines() if "error" in line.lower()]
+        pytest.skip(f"torch.compile alone: {errors[-1] if errors else tried.stderr[-500:]}")

@@ -4,7 +4,6 @@ tests run the graph that Inductor would get as it is, for that is made at once."
 import collections
 import contextlib
 import os
-import shutil
 import threading
 
 import pytest
@@ -233,7 +232,7 @@ def test_numbers_of_other_rows_are_noticed_by_these_tests(instead, monkeypatch):
         assert are_alike(found, expected) == torch.equal(fault(torch.eye(2)), torch.eye(2))
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
+@pytest.mark.usefixtures("inductor")
 @pytest.mark.skipif(not installed(), reason="torch's CPU memory cannot be counted here")
 def test_a_compiled_loop_that_computes_results_again_has_the_same_numbers(monkeypatch):
     """Without memory for the results of one row. What is drawn is kept, and drawn once."""
@@ -521,7 +520,7 @@ def test_auto_compiles_steps_that_repeat_and_off_stops_it(instead):
     assert used == [False] * 4 + [True, False, True]
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
+@pytest.mark.usefixtures("inductor")
 def test_results_of_a_compiled_loop_share_no_memory(monkeypatch):
     """A later loop may write one of them in place. Inductor leaves out the copies."""
 
@@ -630,7 +629,7 @@ def wide_mlp():
     return nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 8))
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
+@pytest.mark.usefixtures("inductor")
 @pytest.mark.parametrize("make", [wide_mlp, convolutions, dropped_convolutions, gpt2])
 def test_inductors_loops_are_exact_and_their_memory_is_predicted(make):
     torch.manual_seed(0)

@@ -4,7 +4,6 @@ their compiled kernels."""
 import copy
 import gc
 import pickle
-import shutil
 import time
 import weakref
 
@@ -637,7 +636,7 @@ def test_loops_are_not_compiled_for_code_that_another_backend_compiled(backend, 
 
 
 @pytest.mark.about_the_cpu("Inductor's kernels for a GPU need Triton")
-@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
+@pytest.mark.usefixtures("inductor")
 def test_inductor_compiles_the_loops_of_a_step_whose_loss_torch_compiled():
     """Compared with the compiled module itself, on the whole batch."""
     torch._dynamo.reset()
@@ -655,7 +654,7 @@ def test_inductor_compiles_the_loops_of_a_step_whose_loss_torch_compiled():
 
 
 @pytest.mark.about_the_cpu("Inductor's kernels for a GPU need Triton")
-@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
+@pytest.mark.usefixtures("inductor")
 def test_inductors_kernels_run_on_slices_and_their_memory_is_predicted():
     torch._dynamo.reset()
     model = mlp(1024)
