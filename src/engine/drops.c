@@ -647,12 +647,27 @@ koila_status koila__drop_whole(koila__planning *q, koila__way *best)
     return drop_of(q, whole, best, false, &q->whole_dropped);
 }
 
+/* Is the plan placed by rows, with too many loops for results to be dropped? Then the step is not
+ * placed and scheduled again to learn that, but it counts as time as if it were. */
+static bool has_many_loops(const koila__planning *q)
+{
+    const koila_plan *p = q->plan;
+    if (!q->by_rows || p->schedule.n_loops <= MOST_LOOPS_RECOMPUTED)
+        return false;
+    koila__spend(q->effort, KOILA_COST_NS_PLACE, q->graph->nodes.n);
+    koila__spend(q->effort, KOILA_COST_NS_LOOPS + KOILA_COST_NS_SCHEDULE,
+                 p->placed->graph->nodes.n);
+    return true;
+}
+
 /* The step in the most slices, of few loops, with results dropped. */
 koila_status koila__drop_in_slices(const koila__planning *q, koila__way *best)
 {
-    const bool is_plan = q->plain && q->plain == q->plan->placed && !q->plan->info.n_inner;
+    const bool is_plan = q->is_plain && !q->plan->info.n_inner;
     koila__way base = { 0 };
     uint64_t bound;
+    if (!is_plan && has_many_loops(q))
+        return KOILA_OK;
     KOILA_TRY(koila__way_room(q, &base));
     if (q->options->rows > 0)
         koila__rows_as_forced(q->graph, q->options, base.rows);

@@ -133,6 +133,7 @@ static void adopt(koila__planning *q, const koila__way *way)
     p->targets = way->targets;
     p->rows = way->rows;
     q->accepted = way->accepted;
+    q->by_rows = q->is_plain = false;
     p->n_curve = 0;
     p->info = (koila_plan_info){ 0 };
     koila__plan_set_info(p, q);
@@ -172,8 +173,8 @@ static koila_status plan_sliced(koila__planning *q)
         return KOILA_UNSUPPORTED; /* whole it fits, and was only not accepted */
     }
     adopt(q, &best);
-    if (best.placed == first && (best.schedule.n_loops <= 1 || !best.schedule.n_keeps))
-        q->plain = q->plan->placed;
+    q->by_rows = best.placed == first;
+    q->is_plain = q->by_rows && (best.schedule.n_loops <= 1 || !best.schedule.n_keeps);
     return KOILA_OK;
 }
 

@@ -46,7 +46,7 @@ typedef struct koila__planning {
     koila__tried *tried; /* [n_tried] other axes, in plan.c */
     uint32_t n_tried;
     koila__tried *taken;        /* the one that the plan is, if it is one */
-    const koila__placed *plain; /* the plan's by rows: of koila__place(), keeping all; or NULL */
+    bool by_rows, is_plain;     /* the plan is of koila__place(); and it keeps all */
     koila__way sliced;          /* plan.c: rows with results dropped; not the plan's */
     const koila__rival *rival;  /* koila__plan_row(); NULL: there is none */
     bool is_both_tried;
