@@ -202,7 +202,7 @@ static koila_status add_rung(rungs *r, koila__outline *outline, koila__recompute
     const uint64_t least = least_of(r);
     const uint64_t asked = least > r->budget ? least : r->budget;
     const uint64_t limit = asked < r->told ? asked : r->told;
-    if (!koila__outline_choose(outline, &how))
+    if (!koila__outline_choose_within(outline, &how, most_waiting))
         return KOILA_OK;
     x.waiting = koila__outline_waiting(outline);
     if (x.waiting > most_waiting)

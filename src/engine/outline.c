@@ -200,7 +200,14 @@ static void read_backward(koila__outline *o, koila_node n)
     }
 }
 
-static koila_status find_readers(koila__outline *o)
+static void find_readers_behind(koila__outline *o)
+{
+    for (koila_node n = o->at + 1; n < o->n_nodes; n++)
+        if (o->is_needed[n])
+            read_backward(o, n);
+}
+
+static koila_status find_readers_up_to(koila__outline *o)
 {
     uint32_t next = 0;
     for (koila_node n = 0; n <= o->at; n++) {
@@ -210,9 +217,6 @@ static koila_status find_readers(koila__outline *o)
             m->first_edge = o->edges.n;
         KOILA_TRY(read_forward(o, n, m));
     }
-    for (koila_node n = o->at + 1; n < o->n_nodes; n++)
-        if (o->is_needed[n])
-            read_backward(o, n);
     return KOILA_OK;
 }
 
@@ -272,7 +276,6 @@ static koila_status make_arrays(koila__outline *o)
     MAKE(root, V);
     MAKE(is_part, V);
     MAKE(store_of, V);
-    MAKE(last_use, V);
     MAKE(is_needed, o->n_nodes + 1);
     MAKE(is_target, o->n_nodes + 1);
     return KOILA_OK;
@@ -285,15 +288,17 @@ static koila_status fill(koila__outline *o, const koila_value *targets, uint32_t
     find_needed(o, targets, n_targets);
     KOILA_TRY(koila__outline_find_counted(o));
     KOILA_TRY(add_makers(o));
-    KOILA_TRY(find_readers(o));
-    find_written(o);
+    find_readers_behind(o);
     hold_targets(o, targets, n_targets);
-    KOILA_TRY(find_costs(o));
     return koila__outline_count_fixed(o, targets, n_targets);
 }
 
 koila_status koila__outline_begin(koila__outline *o)
 {
+    MAKE(last_use, o->g->values.n + 1);
+    KOILA_TRY(find_readers_up_to(o));
+    find_written(o);
+    KOILA_TRY(find_costs(o));
     KOILA_TRY(koila__outline_begin_choice(o));
     memset(o->is_spared, true, o->makers.n * sizeof *o->is_spared);
     koila__outline_choose_makers(o);

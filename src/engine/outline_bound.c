@@ -204,12 +204,11 @@ static void find_counted_stores(koila__outline *o)
             o->counted[o->n_counted++] = (counted){ .n_bytes = x->n_bytes,
                                                     .store = s,
                                                     .maker = k,
-                                                    .made = x->made,
+                                                    .own_end = x->is_sure ? key_of(x->made) : 0,
                                                     .begin = x->made + x->is_write,
                                                     .first_back = x->first_back,
                                                     .end_back = is_back ? x->last_back + 1 : 0,
-                                                    .to_end = o->is_whole && x->is_result,
-                                                    .is_sure = x->is_sure };
+                                                    .to_end = o->is_whole && x->is_result };
         }
     }
 }
@@ -306,7 +305,7 @@ static void count_first(koila__outline *o, const counted *x)
 {
     const koila_node last = o->last[x->store];
     const uint64_t end_back = o->end[x->store];
-    uint64_t end = x->is_sure && o->is_first[x->maker] ? key_of(x->made) : 0;
+    uint64_t end = o->is_first[x->maker] ? x->own_end : 0;
     if (last != KOILA_NONE)
         end = key_of(last);
     if (o->fate[x->store] == KOILA__STAYS && end_back > end)

@@ -153,6 +153,22 @@ static void find_waiting(koila__outline *o, const koila__recompute *how)
 
 /* ---- the choice */
 
+/* Bytes of storage s where it waits for its last reader. Between loops it waits in all rows, unless
+ * a loop makes it again: not where a call that runs again begins with it. */
+static uint64_t waiting_bytes(const koila__outline *o, uint32_t s, bool is_start)
+{
+    const koila_value v = o->stores.at[s].value;
+    const koila_placement p = o->p->value[v];
+    if (o->g->values.at[v].meta == KOILA_NONE)
+        return 0;
+    const uint64_t n_bytes = koila__value_meta(o->g, v)->n_bytes;
+    if (p.kind != KOILA_S)
+        return n_bytes;
+    if (o->options.n_loops > KOILA__FEW_LOOPS)
+        return is_start || o->makers.at[o->maker_of[s]].is_expensive ? n_bytes : 0;
+    return n_bytes / (uint64_t)o->g->axes.at[p.axis] * (uint64_t)o->options.rows[p.axis];
+}
+
 /* Maker k runs again, for node `need`: what it reads is wanted, or stays. */
 static void want_inputs(koila__outline *o, uint32_t k, koila_node need)
 {
@@ -191,7 +207,7 @@ static bool let_wait(koila__outline *o, uint32_t k, const koila__recompute *how)
 }
 
 /* Decides about maker k, of which something is wanted. */
-static void decide(koila__outline *o, uint32_t k, const koila__recompute *how)
+static inline void decide(koila__outline *o, uint32_t k, const koila__recompute *how)
 {
     const maker *m = &o->makers.at[k];
     koila_node need = KOILA_NONE;
@@ -241,8 +257,39 @@ static void find_first(koila__outline *o)
     }
 }
 
-/* As `how` says, but for what is spared. */
-static bool choose(koila__outline *o, const koila__recompute *how)
+/* Decides about the maker of store s, where that is wanted. Returns the first of its stores. */
+static inline uint32_t decide_of(koila__outline *o, uint32_t s, const koila__recompute *how)
+{
+    if (o->ask[s] != WANTED)
+        return s;
+    decide(o, o->maker_of[s], how);
+    return o->makers.at[o->maker_of[s]].first_store;
+}
+
+static inline void decide_all(koila__outline *o, const koila__recompute *how)
+{
+    for (uint32_t s = o->stores.n; s-- > 0;)
+        s = decide_of(o, s, how);
+}
+
+/* The same, up to where more than so many bytes wait. False: they do. */
+static bool decide_within(koila__outline *o, const koila__recompute *how, uint64_t most_waiting)
+{
+    uint64_t waiting = 0;
+    for (uint32_t s = o->stores.n; s-- > 0;) {
+        const uint32_t next = decide_of(o, s, how);
+        if (o->fate[s] == KOILA__STAYS && o->is_late[s])
+            waiting += waiting_bytes(o, s, o->is_start[s]);
+        if (waiting > most_waiting)
+            return false;
+        s = next;
+    }
+    return true;
+}
+
+/* As `how` says, but for what is spared. False: nothing is dropped, or more than so many bytes
+ * wait. */
+static bool choose(koila__outline *o, const koila__recompute *how, uint64_t most_waiting)
 {
     const uint32_t S = o->stores.n;
     cut(o, how->n_segments);
@@ -260,45 +307,34 @@ static bool choose(koila__outline *o, const koila__recompute *how)
     o->chosen_work = o->work;
     o->any = false;
     o->n_again = 0;
-    for (uint32_t s = S; s-- > 0;)
-        if (o->ask[s] == WANTED) {
-            decide(o, o->maker_of[s], how);
-            s = o->makers.at[o->maker_of[s]].first_store;
-        }
+    if (most_waiting == UINT64_MAX)
+        decide_all(o, how);
+    else if (!decide_within(o, how, most_waiting))
+        return false;
     find_first(o);
     return o->any;
 }
 
-bool koila__outline_choose(koila__outline *o, const koila__recompute *how)
+bool koila__outline_choose_within(koila__outline *o, const koila__recompute *how,
+                                  uint64_t most_waiting)
 {
     memset(o->is_spared, 0, o->makers.n * sizeof *o->is_spared);
-    return choose(o, how);
+    return choose(o, how, most_waiting);
+}
+
+bool koila__outline_choose(koila__outline *o, const koila__recompute *how)
+{
+    return koila__outline_choose_within(o, how, UINT64_MAX);
 }
 
 bool koila__outline_choose_makers(koila__outline *o)
 {
-    return choose(o, &(koila__recompute){ .at = o->at });
+    return choose(o, &(koila__recompute){ .at = o->at }, UINT64_MAX);
 }
 
 bool *koila__outline_spared(koila__outline *o) { return o->is_spared; }
 
 bool koila__outline_is_again(const koila__outline *o, uint32_t k) { return o->is_again[k]; }
-
-/* Bytes of storage s where it waits for its last reader. Between loops it waits in all rows, unless
- * a loop makes it again: not where a call that runs again begins with it. */
-static uint64_t waiting_bytes(const koila__outline *o, uint32_t s, bool is_start)
-{
-    const koila_value v = o->stores.at[s].value;
-    const koila_placement p = o->p->value[v];
-    if (o->g->values.at[v].meta == KOILA_NONE)
-        return 0;
-    const uint64_t n_bytes = koila__value_meta(o->g, v)->n_bytes;
-    if (p.kind != KOILA_S)
-        return n_bytes;
-    if (o->options.n_loops > KOILA__FEW_LOOPS)
-        return is_start || o->makers.at[o->maker_of[s]].is_expensive ? n_bytes : 0;
-    return n_bytes / (uint64_t)o->g->axes.at[p.axis] * (uint64_t)o->options.rows[p.axis];
-}
 
 uint64_t koila__outline_waiting(const koila__outline *o)
 {

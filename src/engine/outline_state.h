@@ -55,12 +55,13 @@ typedef struct moment {
 /* A storage of some bytes, for the bound. */
 typedef struct counted {
     uint64_t n_bytes;
+    uint64_t own_end; /* key_of() its maker, where that surely runs; else 0 */
     uint32_t store, maker;
-    koila_node made, begin; /* it counts from `begin` on */
+    koila_node begin; /* it counts from `begin` on */
     /* the first node after `at` that reads it, and the one behind the last that surely does; 0:
      * none does */
     koila_node first_back, end_back;
-    bool to_end, is_sure;
+    bool to_end;
 } counted;
 
 /* What is asked of a storage, as bits: a second one is wanted, but it stays. */
