@@ -271,9 +271,9 @@ static koila__event_kind emit_collect(work_state *w, koila_value v, uint32_t num
     const koila_meta_info *m = koila__value_meta(w->g, v);
     const koila_value made = w->s[r].made;
     const koila_meta_info *storage = koila__value_meta(w->g, made);
-    /* what is added to earlier rows' sum must not become the accumulator */
-    const bool own = owns_storage(w, v, number) && !koila__adds_on(w->p, v);
     if (w->made_whole[v] == j) {
+        /* what is added to earlier rows' sum must not become the accumulator */
+        const bool own = owns_storage(w, v, number) && !koila__adds_on(w->p, v);
         const koila_placement x = w->p->value[v];
         const bool wide = koila_accumulator_dtype(m->dtype, koila__share_of(x), false) != m->dtype;
         if (x.kind == KOILA_S) {
@@ -714,23 +714,33 @@ static koila_status emit_all(work_state *w, koila__schedule *s)
     return make_stages(w, s);
 }
 
+/* What is known of the policy; NULL: nothing. */
+static const uint32_t *find_reads(const work_state *w, koila__keep keep)
+{
+    for (const whole_reads *x = w->reads; x < w->reads + w->n_reads; x++)
+        if (x->keep.horizon == keep.horizon && x->keep.spacing == keep.spacing &&
+            x->keep.drops_forward == keep.drops_forward)
+            return x->until;
+    return NULL;
+}
+
 /* The last stages that read whole values, as the policy's work tells them. False: it does not. */
 static bool tell_whole_last(work_state *w, koila__keep keep)
 {
     const koila__kept kept = w->work_kept; /* stays that of the policy that was asked for */
-    if (!w->is_read_until || w->keep.horizon != keep.horizon || w->keep.spacing != keep.spacing ||
-        w->keep.drops_forward != keep.drops_forward)
+    if (!find_reads(w, keep))
         (void)koila__schedule_work(w, keep);
     w->work_kept = kept;
-    for (uint32_t v = 0; w->is_read_until && v < w->n_values; v++) {
+    const uint32_t *until = find_reads(w, keep);
+    for (uint32_t v = 0; until && v < w->n_values; v++) {
         uint32_t last = w->call_until[v];
-        if (w->read_until[v] && producer(w, v) != KOILA_NONE) {
-            const uint32_t stage = w->loop_stage[w->read_until[v] - 1];
+        if (until[v] && producer(w, v) != KOILA_NONE) {
+            const uint32_t stage = w->loop_stage[until[v] - 1];
             last = last == KOILA_NONE || stage > last ? stage : last;
         }
         w->whole_seen[v] = last;
     }
-    return w->is_read_until;
+    return until;
 }
 
 /* What is kept decides which loops read a whole value, and the emission decides what is kept. So
@@ -744,7 +754,6 @@ koila_status koila__schedule_make(koila__scheduler *w, koila__keep keep, koila__
     koila_assert(keep.cheap == w->keep.cheap);
     const bool is_told = w->n_loops > 1 && tell_whole_last(w, keep);
     w->keep = keep;
-    w->is_read_until = false;
     set_whole_last(w, is_told ? w->whole_seen : w->whole_until);
     koila_status status = emit_all(w, &s);
     if (status == KOILA_OK && w->n_loops > 1 && ends_otherwise(w)) {

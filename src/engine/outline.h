@@ -65,8 +65,8 @@ koila_status koila__outline_begin(koila__outline *o);
 
 /* Decides what becomes of each storage. False: nothing is dropped. */
 bool koila__outline_choose(koila__outline *o, const koila__recompute *how);
-/* The same; false, sooner, also where more waits (koila__outline_waiting()). What becomes of them is
- * not known then. */
+/* The same; false, sooner, also where more waits (koila__outline_waiting()). Then nothing is known
+ * of what becomes of each. */
 bool koila__outline_choose_within(koila__outline *o, const koila__recompute *how,
                                   uint64_t most_waiting);
 /* A maker is a call of the forward pass that makes storages. */

@@ -169,8 +169,10 @@ static uint64_t waiting_bytes(const koila__outline *o, uint32_t s, bool is_start
     return n_bytes / (uint64_t)o->g->axes.at[p.axis] * (uint64_t)o->options.rows[p.axis];
 }
 
-/* Maker k runs again, for node `need`: what it reads is wanted, or stays. */
-static void want_inputs(koila__outline *o, uint32_t k, koila_node need)
+/* Inline, as all that a choice does to each maker: paths look at hundreds of choices.
+ *
+ * Maker k runs again, for node `need`: what it reads is wanted, or stays. */
+static inline void want_inputs(koila__outline *o, uint32_t k, koila_node need)
 {
     const maker *m = &o->makers.at[k];
     const edge *const end = o->edges.at + m->first_edge + m->n_edges;

@@ -252,12 +252,12 @@ static void count_whole(koila__scheduler *w)
     note_calls(w, w->n_loops, now);
 }
 
-double koila__schedule_work(koila__scheduler *w, koila__keep keep)
+/* The work of the policy, with w->read_until; where that is known to be too much, only a part. */
+static double work_of_policy(koila__scheduler *w, bool *is_all)
 {
     double work = 0;
     uint64_t n_emitted = 0, n_held = 0;
-    w->keep = keep;
-    w->is_read_until = false;
+    *is_all = false;
     w->work_kept = (koila__kept){ .is_sure = true };
     koila__forget_demand(w);
     memset(w->held_change, 0, (w->n_loops + 1) * sizeof *w->held_change);
@@ -275,6 +275,22 @@ double koila__schedule_work(koila__scheduler *w, koila__keep keep)
         }
     }
     count_whole(w);
-    w->is_read_until = true;
+    *is_all = true;
+    return work;
+}
+
+double koila__schedule_work(koila__scheduler *w, koila__keep keep)
+{
+    uint32_t *const usual = w->read_until;
+    uint32_t *own = NULL; /* for the schedule of the policy, which asks for it */
+    bool is_all;
+    w->keep = keep;
+    if (w->n_loops > 1 && w->n_reads < MOST_READS)
+        own = koila__arena_room(&w->tmp, ((size_t)w->n_values + 1) * sizeof *own);
+    w->read_until = own ? own : usual;
+    const double work = work_of_policy(w, &is_all);
+    w->read_until = usual;
+    if (own && is_all)
+        w->reads[w->n_reads++] = (whole_reads){ keep, own };
     return work;
 }

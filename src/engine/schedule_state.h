@@ -99,6 +99,13 @@ typedef struct whole_value {
     uint64_t n_bytes;
 } whole_value;
 
+/* [value] the loop after the last one that reads it whole, under a policy. */
+typedef struct whole_reads {
+    koila__keep keep;
+    uint32_t *until;
+} whole_reads;
+enum { MOST_READS = 6 };
+
 typedef struct slice_of {
     koila_node user;
     uint32_t input;
@@ -189,7 +196,8 @@ struct koila__scheduler {
      * held */
     whole_value *wholes;
     uint32_t n_wholes, *whole_of, *read_until;
-    bool is_read_until; /* read_until is of the policy `keep`, with all its loops */
+    whole_reads reads[MOST_READS]; /* [n_reads] of policies of which the work was asked */
+    uint32_t n_reads;
     uint64_t *held_change;
     /* [loop, and behind the last one]: the most bytes that calls outside loops, between the loop
      * before and this one, hold of what no loop behind them needs; of one policy: bytes among them

@@ -45,10 +45,10 @@ typedef struct koila__planning {
     koila__least other, both;
     koila__tried *tried; /* [n_tried] other axes, in plan.c */
     uint32_t n_tried;
-    koila__tried *taken;        /* the one that the plan is, if it is one */
-    bool by_rows, is_plain;     /* the plan is of koila__place(); and it keeps all */
-    koila__way sliced;          /* plan.c: rows with results dropped; not the plan's */
-    const koila__rival *rival;  /* koila__plan_row(); NULL: there is none */
+    koila__tried *taken;       /* the one that the plan is, if it is one */
+    bool by_rows, is_plain;    /* the plan is of koila__place(); and it keeps all */
+    koila__way sliced;         /* plan.c: rows with results dropped; not the plan's */
+    const koila__rival *rival; /* koila__plan_row(); NULL: there is none */
     bool is_both_tried;
     bool is_rival;        /* plan.c: results are dropped before a row is cut along other axes */
     bool row_is_too_much; /* along no axis a row fits, with results dropped: nor do more of them */
