@@ -22,6 +22,13 @@ typedef struct koila__settling {
 typedef struct koila__answer koila__answer;
 enum { KOILA__ANSWERS = 512 };
 
+/* An operator that rewrites have named. */
+typedef struct koila__named {
+    const char *name; /* as it was given: not compared as text */
+    koila_op op;
+} koila__named;
+enum { KOILA__NAMES = 64 };
+
 struct koila__placer {
     const koila_graph *from;
     koila_graph *to; /* the lowered graph, growing */
@@ -39,10 +46,11 @@ struct koila__placer {
      * the value from which it was cut; KOILA_NONE: neither exists */
     VEC(koila_value) whole_of;
     VEC(uint32_t) level; /* [values of to] barriers on the longest path to it: Note [Late sums] */
-    VEC(koila_placement) need;    /* [flat inputs of to] */
-    VEC(koila__placed_node) node; /* [nodes of to] */
-    VEC(koila__op_rule) op;       /* [operators of table], grown on demand */
-    uint32_t line;                /* of the recorded node being placed, as an id of `to` */
+    VEC(koila_placement) need;        /* [flat inputs of to] */
+    VEC(koila__placed_node) node;     /* [nodes of to] */
+    VEC(koila__op_rule) op;           /* [operators of table], grown on demand */
+    koila__named named[KOILA__NAMES]; /* by the address of the name */
+    uint32_t line;                    /* of the recorded node being placed, as an id of `to` */
     koila_node recorded;
     VEC(koila__settling) settling; /* nodes whose FREE inputs are being placed */
     bool whole;                    /* koila__place_whole */

@@ -3,13 +3,25 @@
 #include "placement/rewrite.h"
 #include "placement/placer.h"
 
+/* The operator of that name, which is looked up once. */
+static koila_status find_op(koila__placer *p, const char *name, uint32_t flags, koila_op *op)
+{
+    koila__named *known = &p->named[(uintptr_t)name / 4 % KOILA__NAMES];
+    if (known->name != name) {
+        KOILA_TRY(koila_table_op(p->table, name, flags, &known->op));
+        known->name = name;
+    }
+    *op = known->op;
+    return KOILA_OK;
+}
+
 void koila__emit_begin(koila__case *c, koila__call *k, const char *op, uint32_t op_flags)
 {
     memset(k, 0, sizeof *k);
     k->c = c;
     k->list = KOILA_NONE;
     k->axis = KOILA_NONE;
-    const koila_status s = koila_table_op(c->placer->table, op, op_flags, &k->op);
+    const koila_status s = find_op(c->placer, op, op_flags, &k->op);
     if (s != KOILA_OK) {
         c->placer->status = s;
         k->bad = true;
