@@ -348,6 +348,7 @@ static koila_status add_choices(const koila__planning *q, rungs *r, koila_node a
         return KOILA_OK;
     if (koila__outline_is_hopeless(r->usual, least_of(r), budget))
         return KOILA_OK;
+    koila__outline_measure(r->usual);
     if (r->n_nodes > KOILA_COST_LARGE_STEP)
         return add_few_choices(q, r, at);
     if (!is_small)

@@ -752,6 +752,8 @@ koila_status koila__schedule_make(koila__scheduler *w, koila__keep keep, koila__
 {
     koila__schedule s;
     koila_assert(keep.cheap == w->keep.cheap);
+    if (!w->last_run && koila__find_whole_until(w) != KOILA_OK)
+        return koila__schedule_failed(KOILA_NO_MEMORY, err);
     const bool is_told = w->n_loops > 1 && tell_whole_last(w, keep);
     w->keep = keep;
     set_whole_last(w, is_told ? w->whole_seen : w->whole_until);

@@ -684,14 +684,16 @@ static void see_readers(const work_state *w, koila_node n, uint32_t stage, uint3
 
 /* The last stage that can read whole v. Stages are numbered as they will be emitted: the whole
  * stage of a level, then its loops. */
-static koila_status find_whole_until(work_state *w)
+koila_status koila__find_whole_until(work_state *w)
 {
-    uint32_t *whole_stage = koila__arena_array(&w->spare, w->n_levels, sizeof *whole_stage);
+    uint32_t *whole_stage = koila__arena_array(&w->tmp, w->n_levels, sizeof *whole_stage);
     uint32_t *loop_stage = koila__arena_array(&w->tmp, w->n_loops, sizeof *loop_stage);
     const uint32_t n_stages = w->n_levels + w->n_loops;
     w->ending_first = koila__arena_array(&w->tmp, n_stages, sizeof *w->ending_first);
-    TRY_ALLOC(whole_stage && loop_stage && w->ending_first);
+    uint32_t *last_run = koila__arena_room(&w->tmp, ((size_t)w->n_nodes + 1) * sizeof *last_run);
+    TRY_ALLOC(whole_stage && loop_stage && w->ending_first && last_run);
     w->loop_stage = loop_stage;
+    w->last_run = last_run;
     for (uint32_t level = 0, j = 0, stage = 0; level < w->n_levels; level++) {
         whole_stage[level] = stage++;
         for (; j < w->n_loops && w->loops[j].level == level; j++)
@@ -857,7 +859,7 @@ static koila_status make_arrays(work_state *w)
     MAKE_UNSET(runs, N);
     MAKE_UNSET(rare, N);
     MAKE_UNSET(work, N);
-    MAKE_FOR_PREPARE(level, N);
+    MAKE(level, N);
     MAKE_FOR_PREPARE(latest, N);
     MAKE(is_expensive, N);
     MAKE(is_start, N);
@@ -885,7 +887,6 @@ static koila_status make_arrays(work_state *w)
     MAKE_UNSET(target_next, V);
     MAKE_UNSET(ending_next, V);
     MAKE_UNSET(last_use, V);
-    MAKE_FOR_PREPARE(last_run, N);
     MAKE_UNSET(sliced, V);
     MAKE_UNSET(whole_until, V);
     MAKE_UNSET(call_until, V);
@@ -912,11 +913,10 @@ koila_status koila__loops_find(work_state *w, const koila_value *targets, uint32
     KOILA_TRY(assign_loops(w));
     find_keepers(w);
     KOILA_TRY(chain_calls(w));
-    KOILA_TRY(find_whole_until(w));
     KOILA_TRY(find_wholes(w));
     /* scratch memory of the preparation: the first schedule reuses it */
     koila__arena_empty(&w->spare);
-    w->level = w->latest = w->loop_of = w->exec = w->last_run = NULL;
+    w->latest = w->loop_of = w->exec = NULL;
     w->cost = NULL;
     w->is_barrier = w->is_keepable = NULL;
     return KOILA_OK;

@@ -299,11 +299,14 @@ koila_status koila__outline_begin(koila__outline *o)
     KOILA_TRY(find_readers_up_to(o));
     find_written(o);
     KOILA_TRY(find_costs(o));
-    KOILA_TRY(koila__outline_begin_choice(o));
+    return koila__outline_begin_choice(o);
+}
+
+void koila__outline_measure(koila__outline *o)
+{
     memset(o->is_spared, true, o->makers.n * sizeof *o->is_spared);
     koila__outline_choose_makers(o);
     o->most = koila__outline_bound(o);
-    return KOILA_OK;
 }
 
 koila_status koila__outline_new(koila__outline **out, const koila__placed *p,

@@ -62,6 +62,8 @@ void koila__outline_free(koila__outline *o);
 /* Once, before anything is chosen: an outline whose floor is too high needs no choice. Expected:
  * NO_MEMORY. */
 koila_status koila__outline_begin(koila__outline *o);
+/* Before koila__outline_gauge(): chooses that nothing is dropped, and remembers what that needs. */
+void koila__outline_measure(koila__outline *o);
 
 /* Decides what becomes of each storage. False: nothing is dropped. */
 bool koila__outline_choose(koila__outline *o, const koila__recompute *how);

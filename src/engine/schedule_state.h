@@ -292,6 +292,9 @@ static inline bool is_too_much(const work_state *w, double work)
 
 /* Finds all that the policies of one graph share. Expected: as koila__scheduler_new(). */
 koila_status koila__loops_find(work_state *w, const koila_value *targets, uint32_t n_targets);
+/* Once, before the first policy is emitted: a policy that is only bounded asks for none of it.
+ * Expected: NO_MEMORY. */
+koila_status koila__find_whole_until(work_state *w);
 
 /* ---- policy.c */
 

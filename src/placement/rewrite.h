@@ -31,7 +31,7 @@ typedef struct koila__call {
     uint32_t axis; /* on which it is placed; KOILA_NONE: that of its inputs */
 } koila__call;
 
-/* op: the operator's name, a literal or of the table: it stays as it is while the step is placed. */
+/* op: a name that stays where it is while the step is placed: a literal, or of the table. */
 void koila__emit_begin(koila__case *c, koila__call *k, const char *op, uint32_t op_flags);
 void koila__emit_value(koila__call *k, koila_value v);
 void koila__emit_values(koila__call *k, const koila_value *at, uint32_t n); /* a list of tensors */
