@@ -9,10 +9,12 @@
 #endif
 
 enum {
-    LEAST_LEFT = 256 << 10, /* bytes: not every small block is worth a look */
-    NEAR_SHARE = 4,         /* less than one part in so many of the limit is free */
-    TRIM_SHARE = 64,        /* freed bytes that are worth a malloc_trim(), of the limit */
-    POOR_TRIM_SHARE = 8,    /* after one that gave back little */
+    LEAST_LEFT = 256 << 10,     /* bytes: not every small block is worth a look */
+    NEAR_SHARE = 4,             /* less than one part in so many of the limit is free */
+    TRIM_SHARE = 64,            /* freed bytes that are worth a malloc_trim(), of the limit */
+    POOR_TRIM_SHARE = 8,        /* after one that gave back little */
+    LARGEST_IN_HEAP = 32 << 20, /* bytes: DEFAULT_MMAP_THRESHOLD_MAX of glibc, with 8-byte words */
+    OF_A_CHUNK = 64 << 10,      /* bytes: more than glibc adds to a block, of which it maps pages */
 };
 
 static _Thread_local bool refuses_here;
@@ -66,6 +68,14 @@ void koila__resident_trim(void)
 {
 #ifdef __GLIBC__
     malloc_trim(0);
+#endif
+}
+
+void koila__resident_retain(void)
+{
+#ifdef __GLIBC__
+    void *volatile block = malloc(LARGEST_IN_HEAP - OF_A_CHUNK); /* volatile: it is made */
+    free(block);
 #endif
 }
 

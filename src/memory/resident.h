@@ -57,6 +57,12 @@ koila__resident_news koila__resident_news_of(koila__resident *r);
 uint64_t koila__resident_now(koila__resident *r, bool with_files);
 /* What the C library retains goes back to the system. Takes milliseconds for each 100 MB. */
 void koila__resident_trim(void);
+/* From now on the C library retains up to 64 MiB at the end of its heap, and blocks of up to 32 MiB
+ * lie there. Each step asks for the blocks of the one before, and what went back to the system in
+ * between comes again page by page. glibc does so by itself once a program has freed one block of
+ * 32 MiB (M_MMAP_THRESHOLD in mallopt(3)), and that is how it is asked: of the block no page is
+ * touched. Where the user has set a threshold, that counts. */
+void koila__resident_retain(void);
 
 /* `limit` on resident bytes is kept from now on, until as many calls of koila__resident_off(). */
 void koila__resident_on(koila__resident *r, uint64_t limit, bool with_files, uint64_t base,

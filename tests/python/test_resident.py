@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from conftest import LONG
+from helpers import run_python
 from memory_helpers import installed
 from torch import nn
 from torch.nn import functional as F
@@ -269,6 +270,37 @@ def test_a_resident_fraction_is_of_the_free_memory_beyond_what_is_resident():
         budget = _core.configure()["cpu_budget"]
         assert _core.configure()["resident"] and budget > resident(with_files=True)
     assert not _core.configure()["resident"]
+
+
+# ---- what is freed, where there is plenty of room
+
+FAULTS = """
+import resource
+import torch
+from torch import nn
+import koila
+
+def block(n, m):
+    return nn.Conv2d(n, m, 3, padding=1), nn.BatchNorm2d(m), nn.ReLU(), nn.MaxPool2d(2)
+
+net = nn.Sequential(*block(3, 16), *block(16, 32), nn.Flatten(), nn.Linear(2048, 10))
+x = torch.randn(32, 3, 32, 32)
+faults = []
+for _ in range(40):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    with koila.step_aside(False):
+        loss = net(koila.lazy(x)).pow(2).mean()
+        net.zero_grad()
+        loss.backward()
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(sum(faults[20:]))
+"""
+
+
+def test_recorded_steps_take_no_pages_anew_where_there_is_room():
+    assert int(run_python(FAULTS)) < 200
+    said = {"MALLOC_TRIM_THRESHOLD_": str(128 << 10)}  # by the user, which counts
+    assert int(run_python(FAULTS, env=said)) > 2000
 
 
 # ---- killed, by the kernel where this is allowed, else by a program that watches

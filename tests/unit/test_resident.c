@@ -2,6 +2,9 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "memory/resident.h"
 
@@ -108,6 +111,45 @@ TEST(resident__memory_that_the_c_library_keeps_is_given_back_before_a_block_is_r
 #endif
 
 static pthread_barrier_t together;
+
+enum { N_BLOCKS = 8 };
+
+/* Page faults of rounds in which each block is made, touched and freed, after two to warm up. */
+static long faults_of_rounds(void)
+{
+    struct rusage before, after;
+    for (int round = 0; round < 6; round++) {
+        void *blocks[N_BLOCKS];
+        if (round == 2)
+            getrusage(RUSAGE_SELF, &before);
+        for (int i = 0; i < N_BLOCKS; i++) {
+            blocks[i] = malloc(4 * MIB);
+            memset(blocks[i], 1, 4 * MIB);
+        }
+        for (int i = 0; i < N_BLOCKS; i++)
+            free(blocks[i]);
+    }
+    getrusage(RUSAGE_SELF, &after);
+    return after.ru_minflt - before.ru_minflt;
+}
+
+/* In a process of its own: what the C library does depends on all that was freed before. */
+TEST(resident__what_is_freed_is_retained_and_comes_again_without_page_faults)
+{
+#if defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+    const pid_t child = fork();
+    int status;
+    if (child == 0) {
+        koila__resident_trim();
+        const long without = faults_of_rounds();
+        koila__resident_retain();
+        const long with = faults_of_rounds();
+        _exit(without > 1000 && with < 16 ? 0 : 1);
+    }
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+#endif
+}
 
 /* Allocates and frees as a step does, which ends now and then. */
 static void *works(void *arg)

@@ -30,6 +30,7 @@ enum {
     FORGET_SHARE = 4,       /* ... is divided by this */
     SHARE_OF_FREE_PERCENT = 90, /* of the machine's free memory; the rest is for other programs */
     ANSWER_LASTS = 100,         /* milliseconds: koila__resident_room_lately() */
+    FOR_RETAINED = 1 << 30,     /* bytes: 16 times what koila__resident_retain() is about */
 };
 /* clang-format on */
 
@@ -177,6 +178,15 @@ bool koila__resident_room_lately(uint64_t held, uint64_t budget, bool all,
 /* ---- a step */
 
 static koila__resident_room current; /* of the step that runs */
+
+void koila__resident_prepare(const koila__resident_room *room, uint64_t held)
+{
+    static bool retains;
+    if (retains || minus(room->limit, room->base + held) < FOR_RETAINED)
+        return;
+    koila__resident_retain();
+    retains = true;
+}
 
 bool koila__resident_begin(const koila__resident_room *room, uint64_t held)
 {

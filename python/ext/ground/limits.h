@@ -46,6 +46,10 @@ int64_t koila__resident_answer_age(uint64_t number);
  * and is then exact. False: it was exact already. */
 bool koila__resident_settle(uint64_t held);
 
+/* A step is about to run in this room, while torch holds so many bytes. Where the room is ample the
+ * C library retains more of what is freed from the first such step on, see
+ * koila__resident_retain(). */
+void koila__resident_prepare(const koila__resident_room *room, uint64_t held);
 /* A step runs in this room, on this thread: blocks that do not fit are refused. Returns what
  * koila__resident_end() wants: does it run inside another such step? */
 bool koila__resident_begin(const koila__resident_room *room, uint64_t held);

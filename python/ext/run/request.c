@@ -523,6 +523,8 @@ static int exec_guarded(request *q, uint64_t base, bool uses_bodies, koila__exec
 {
     const bool is_ample = koila__room_is_ample(&q->room, &q->c->info);
     const bool is_limited = q->room.resident.limit != UINT64_MAX && !is_ample;
+    if (q->room.gpu < 0)
+        koila__resident_prepare(&q->room.resident, base);
     const bool inside = is_limited && koila__resident_begin(&q->room.resident, base);
     q->c->rests = may_rest(q, is_ample);
     const int status =
