@@ -8,6 +8,9 @@
  *   bench_plan graphs <file.kgraph ...>
  *       recorded steps, which Plan.save() writes, planned below one row: ms per thousand nodes at
  *       budgets that are the results and so much of what the whole step needs beyond them
+ *   bench_plan least <file.kgraph ...>
+ *       how much the least budget in which they fit has beyond the results, as a part of what
+ *       slices of one row need beyond them
  *   bench_plan once <way> <layers>    one of them, planned once, to count its instructions:
  *       valgrind --tool=callgrind --toggle-collect=koila_plan_new build/bench_plan once both 36 */
 #include <stdio.h>
@@ -23,6 +26,8 @@ static double now_us(void)
     clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
     return (double)t.tv_sec * 1e6 + (double)t.tv_nsec * 1e-3;
 }
+
+#define MIB 1048576.0
 
 enum { BATCH = 64, TIME = 16, WIDTH = 256, HIDDEN = 1024 };
 static koila_meta rows_meta, hidden_meta, w1_meta, w1t_meta, w2_meta, w2t_meta, vector_meta,
@@ -311,53 +316,105 @@ static uint32_t find_results(const koila_graph *g, koila_value *targets)
     return n;
 }
 
-/* The least of three, in ms per thousand nodes. */
-static double time_plan(const koila_graph *g, const koila_value *targets, uint32_t n_targets,
-                        uint64_t budget, koila_plan_info *info)
+typedef struct recorded {
+    koila_table *table;
+    koila_graph *g;
+    koila_value *targets;
+    uint32_t n_targets;
+    uint64_t results; /* bytes */
+} recorded;
+
+static recorded read_step(const char *path)
 {
-    const koila_plan_options o = {
-        .struct_size = sizeof o, .budget_bytes = budget, .recomputes = true, .axes = KOILA_AXES_ANY
-    };
+    recorded r = { 0 };
+    if (koila_table_new(NULL, &r.table))
+        exit(1);
+    r.g = read_graph(r.table, path);
+    r.targets = calloc(koila_graph_n_values(r.g) + 1, sizeof *r.targets);
+    r.n_targets = find_results(r.g, r.targets);
+    for (uint32_t k = 0; k < r.n_targets; k++)
+        r.results += koila_meta_get(r.table, koila_value_get(r.g, r.targets[k]).meta)->n_bytes;
+    return r;
+}
+
+static void free_step(recorded *r)
+{
+    free(r->targets);
+    koila_graph_free(r->g);
+    koila_table_free(r->table);
+}
+
+/* rows: 0, or as koila_plan_options.rows. What does not fit has no slices. */
+static koila_plan_info plan_step(const recorded *r, uint64_t budget, int64_t rows)
+{
+    const koila_plan_options o = { .struct_size = sizeof o,
+                                   .budget_bytes = budget,
+                                   .rows = rows,
+                                   .recomputes = true,
+                                   .axes = rows ? KOILA_AXES_ROWS : KOILA_AXES_ANY };
+    koila_plan *p = NULL;
+    koila_plan_new(r->g, r->targets, r->n_targets, &o, NULL, &p, NULL);
+    const koila_plan_info info = p ? koila_plan_get(p) : (koila_plan_info){ 0 };
+    koila_plan_free(p);
+    return info;
+}
+
+/* The least of three, in ms per thousand nodes. */
+static double time_plan(const recorded *r, uint64_t budget, koila_plan_info *info)
+{
     double best = 0;
     for (int i = 0; i < 3; i++) {
-        koila_plan *p = NULL;
         const double a = now_us();
-        koila_plan_new(g, targets, n_targets, &o, NULL, &p, NULL);
+        *info = plan_step(r, budget, 0);
         const double b = now_us() - a;
         if (i == 0 || b < best)
             best = b;
-        *info = p ? koila_plan_get(p) : (koila_plan_info){ 0 };
-        koila_plan_free(p);
     }
-    return best / koila_graph_n_nodes(g);
+    return best / koila_graph_n_nodes(r->g);
 }
 
 static int graphs(int n_paths, char **paths)
 {
     static const double shares[] = { 0, 0.02, 0.1, 0.2, 0.5 };
     for (int i = 0; i < n_paths; i++) {
-        koila_table *t = NULL;
+        recorded r = read_step(paths[i]);
         koila_plan_info info;
-        uint64_t results = 0;
-        if (koila_table_new(NULL, &t))
-            return 1;
-        koila_graph *g = read_graph(t, paths[i]);
-        koila_value *targets = calloc(koila_graph_n_values(g) + 1, sizeof *targets);
-        const uint32_t n_targets = find_results(g, targets);
-        for (uint32_t k = 0; k < n_targets; k++)
-            results += koila_meta_get(t, koila_value_get(g, targets[k]).meta)->n_bytes;
-        time_plan(g, targets, n_targets, UINT64_MAX, &info);
-        const double beyond = (double)info.peak_bytes - (double)results;
-        printf("%s, %u nodes:\n", paths[i], koila_graph_n_nodes(g));
+        time_plan(&r, UINT64_MAX, &info);
+        const double beyond = (double)info.peak_bytes - (double)r.results;
+        printf("%s, %u nodes:\n", paths[i], koila_graph_n_nodes(r.g));
         for (size_t k = 0; k < sizeof shares / sizeof *shares && beyond > 0; k++) {
-            const uint64_t budget = results + (uint64_t)(beyond * shares[k]);
-            const double ms = time_plan(g, targets, n_targets, budget, &info);
+            const uint64_t budget = r.results + (uint64_t)(beyond * shares[k]);
+            const double ms = time_plan(&r, budget, &info);
             printf("  %3.0f %%: %6.2f ms per 1000, %s\n", 100 * shares[k], ms,
                    info.n_slices ? "fits" : "nothing fits");
         }
-        free(targets);
-        koila_graph_free(g);
-        koila_table_free(t);
+        free_step(&r);
+    }
+    return 0;
+}
+
+/* By halves, to a thousandth. */
+static int least(int n_paths, char **paths)
+{
+    for (int i = 0; i < n_paths; i++) {
+        recorded r = read_step(paths[i]);
+        koila_plan_info fits = plan_step(&r, UINT64_MAX, 1);
+        const double beyond = (double)fits.peak_bytes - (double)r.results;
+        double too_little = 0;
+        double enough = 1;
+        while (beyond > 0 && enough - too_little > 0.001) {
+            const double share = (too_little + enough) / 2;
+            const koila_plan_info info = plan_step(&r, r.results + (uint64_t)(beyond * share), 0);
+            if (info.n_slices) {
+                enough = share;
+                fits = info;
+            } else {
+                too_little = share;
+            }
+        }
+        printf("%s: %.2f of %.0f MiB, at %.2f of the work\n", paths[i], enough, beyond / MIB,
+               fits.replay_ratio);
+        free_step(&r);
     }
     return 0;
 }
@@ -433,6 +490,8 @@ int main(int argc, char **argv)
         return ladders(argc, argv);
     if (argc > 2 && strcmp(argv[1], "graphs") == 0)
         return graphs(argc - 2, argv + 2);
+    if (argc > 2 && strcmp(argv[1], "least") == 0)
+        return least(argc - 2, argv + 2);
     const uint32_t usual[] = { 180, 720, 3600 };
     for (int over_batch = 0; over_batch < 2; over_batch++)
         for (int i = 0; i < (argc > 1 ? argc - 1 : 3); i++)
