@@ -11,7 +11,7 @@
 
 enum {
     N_CACHED = 32,
-    MOST_PLANNED_AGAIN = 4, /* times that probes may cause a plan to be made again */
+    MOST_PLANNED_AGAIN = 8, /* times that probes may cause a plan to be made again */
 };
 static cached *cache[N_CACHED]; /* counted */
 static uint64_t clock_of_uses;

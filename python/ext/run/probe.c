@@ -572,6 +572,18 @@ static bool numbers_of(const koila_plan *plan, koila_node n, int64_t begin, int6
     return true;
 }
 
+/* Bytes of the results of node n for a slice of so many rows. */
+static uint64_t result_bytes(const koila_plan *plan, koila_node n, int64_t rows)
+{
+    const koila_node_info info = koila_node_get(koila_plan_graph(plan), n);
+    const koila_sig_info *s = koila_sig_get(koila__table, info.sig);
+    uint64_t sum = 0;
+    for (uint32_t o = 0; o < s->n_outputs; o++)
+        if (s->outputs[o] != KOILA_NONE)
+            sum += koila_plan_value_bytes(plan, info.first_output + o, rows);
+    return sum;
+}
+
 /* Runs `rows` rows of the call. False: it failed. */
 static bool probe_rows(const koila_plan *plan, part p, int64_t rows, int64_t batch)
 {
@@ -582,7 +594,7 @@ static bool probe_rows(const koila_plan *plan, part p, int64_t rows, int64_t bat
     koila_adapt adapts[KOILA_MAX_ADAPTS];
     koila__arg_fix fixes[KOILA_MAX_ADAPTS];
     koila__call_fix fix;
-    uint64_t inside;
+    uint64_t inside = 0;
     bool ok = numbers_of(plan, p.n, begin, rows, adapts, fixes, &fix);
     for (uint32_t i = 0; i < s->n_inputs && ok; i++) {
         const koila_share need = koila_plan_need(plan, p.n, i);
@@ -593,6 +605,9 @@ static bool probe_rows(const koila_plan *plan, part p, int64_t rows, int64_t bat
     ok = ok && measure(sig, inputs, &fix, outputs, &inside);
     if (ok)
         koila__learn(sig, rows, batch, inside, KOILA__MEASURED_APART);
+    else if (inside > result_bytes(plan, p.n, rows)) /* it was refused so many: no less */
+        koila__learn(sig, rows, batch, inside - result_bytes(plan, p.n, rows),
+                     KOILA__MEASURED_HERE);
     for (uint32_t i = 0; i < MAX_INPUTS; i++)
         Py_XDECREF(inputs[i]);
     for (uint32_t i = 0; i < MAX_OUTPUTS; i++)
