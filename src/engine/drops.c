@@ -841,10 +841,10 @@ static rung *next_along(const koila__planning *q, rungs *r)
 }
 
 /* Rung x does not fit. What calls outside loops hold alone is the same whatever is dropped. */
-static void learn_from(rungs *r, const rung *x, const outcome *came)
+static void learn_from(rungs *r, const rung *x, const outcome *came, uint64_t part)
 {
     const bool is_sharp = came->at_call && !came->of_calls; /* it is scheduled */
-    learn_gap(r, x, came->needs, is_sharp ? GAP_PART_AT_CALL : GAP_PART_ALONG);
+    learn_gap(r, x, came->needs, is_sharp ? GAP_PART_AT_CALL : part);
     r->gap = came->of_calls > r->gap ? came->of_calls : r->gap;
 }
 
@@ -878,35 +878,82 @@ static void tell_least(const koila__planning *q, const rungs *r, koila__way *way
     }
 }
 
+static bool fits_now(const koila__planning *q, const koila__way *best)
+{
+    return best->placed && koila__way_fits(q, best);
+}
+
+/* The rung that *best became last, or NULL; and did calls outside loops need too much in it? */
+typedef struct taken {
+    rung *rung;
+    bool is_at_call;
+} taken;
+
 /* *best becomes the rung of the least time, of those that are likely to fit. Where one fits, others
  * are tried until the time for planning is over and two in a row were no better, in a small step
- * all. Where none does, but nearly, the best one is tried with loops apart, unless a call outside
- * loops decides. */
-static koila_status climb_along(koila__planning *q, const koila__way *way, rungs *r,
-                                koila__way *best)
+ * all. */
+static koila_status climb_rungs(koila__planning *q, const koila__way *way, rungs *r,
+                                koila__way *best, taken *last)
 {
     const bool is_small = is_small_step(r);
     uint32_t n_in_a_row = 0;
     outcome came;
-    rung *taken = NULL;
-    bool is_at_call = false; /* of the one taken */
     for (rung *x = next_along(q, r); x; x = next_along(q, r)) {
-        const bool fits = best->placed && koila__way_fits(q, best);
         const bool is_late = !is_small && koila__is_spent(q->effort) && n_in_a_row >= 2;
-        if (is_any_enough(q, way, best) || (fits && is_late))
+        if (is_any_enough(q, way, best) || (fits_now(q, best) && is_late))
             break;
         KOILA_TRY(try_along(q, way, x, best, &came));
         if (came.needs > q->options->budget_bytes)
-            learn_from(r, x, &came);
+            learn_from(r, x, &came, GAP_PART_ALONG);
         leave_out_alike(r, x);
-        taken = came.is_better ? x : taken;
-        is_at_call = came.is_better ? came.at_call : is_at_call;
+        if (came.is_better)
+            *last = (taken){ x, came.at_call };
         n_in_a_row = came.is_better ? 0 : n_in_a_row + 1;
     }
-    if (taken && !is_at_call && !koila__way_fits(q, best) && is_in_reach(q, best->peak)) {
-        taken->how.apart = true;
-        KOILA_TRY(try_along(q, way, taken, best, &came));
+    return KOILA_OK;
+}
+
+/* Nothing fits. What runs again depends on little, so it lies in early loops, beside what the
+ * forward pass holds; now it waits for the calls that were recorded before it. The rung of the
+ * fewest segments needs the least then, in most steps: others are tried for as long as that helps.
+ */
+static koila_status climb_behind(koila__planning *q, const koila__way *way, rungs *r,
+                                 koila__way *best)
+{
+    taken last = { 0 };
+    outcome came = { .is_better = true };
+    begin_gap(way, r);
+    for (uint32_t i = 0; i < r->all.n; i++) {
+        r->all.at[i].is_out = false;
+        r->all.at[i].how.apart = false;
+        r->all.at[i].how.behind = true;
     }
+    for (uint32_t i = r->all.n; i-- > 0 && came.is_better && !fits_now(q, best);) {
+        rung *x = &r->all.at[i];
+        if (!is_likely(r, x))
+            continue;
+        KOILA_TRY(try_along(q, way, x, best, &came));
+        if (came.needs > q->options->budget_bytes)
+            learn_from(r, x, &came, GAP_PART);
+        leave_out_alike(r, x);
+    }
+    return fits_now(q, best) ? climb_rungs(q, way, r, best, &last) : KOILA_OK;
+}
+
+/* Where no rung fits, but nearly, the best one is tried with loops apart, unless a call outside
+ * loops decides; then all are with what runs again behind what was before it. */
+static koila_status climb_along(koila__planning *q, const koila__way *way, rungs *r,
+                                koila__way *best)
+{
+    taken last = { 0 };
+    outcome came;
+    KOILA_TRY(climb_rungs(q, way, r, best, &last));
+    if (last.rung && !last.is_at_call && !fits_now(q, best) && is_in_reach(q, best->peak)) {
+        last.rung->how.apart = true;
+        KOILA_TRY(try_along(q, way, last.rung, best, &came));
+    }
+    if (!fits_now(q, best))
+        KOILA_TRY(climb_behind(q, way, r, best));
     return KOILA_OK;
 }
 

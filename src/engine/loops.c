@@ -133,11 +133,13 @@ static void spread_levels(work_state *w)
 /* Finds level[n], and the values that some use needs whole. */
 static void find_levels(work_state *w)
 {
+    uint32_t reached = 0; /* by calls that do not run again */
     w->n_levels = 1;
     for (uint32_t n = 0; n < w->n_nodes; n++) {
         if (!w->needed[n])
             continue;
-        uint32_t level = 0;
+        const bool waits = w->p->again_behind && w->p->node[n].is_again;
+        uint32_t level = waits ? reached : 0;
         for (const use *u = w->uses + w->span[n].in, *end = w->uses + w->span[n].in_end; u < end;
              u++) {
             if (u->from == KOILA_NONE || !u->reads)
@@ -151,6 +153,8 @@ static void find_levels(work_state *w)
                 level = l;
         }
         w->level[n] = level;
+        if (!w->p->node[n].is_again && level > reached)
+            reached = level;
         if (level + 1 > w->n_levels)
             w->n_levels = level + 1;
     }

@@ -30,6 +30,8 @@ typedef struct koila__recompute {
     /* each copy ends one copy later than its value is needed: copies run beside the kernels */
     bool ahead;
     bool apart; /* what is collected again has loops of its own: less at once, more loops */
+    /* what runs again waits for the calls before it: less at once, more loops */
+    bool behind;
 } koila__recompute;
 enum { KOILA__OFFLOAD_PARTS = 16 };
 

@@ -467,6 +467,7 @@ static koila_status hand_over(rewriter *r, koila__placed **out)
                           .node = r->node.at,
                           .adds_on = adds_on,
                           .again_apart = r->how.apart,
+                          .again_behind = r->how.behind,
                           .lowered = lowered,
                           .n_recorded_values = r->from->n_recorded_values,
                           .cap_values = r->value.cap,

@@ -174,6 +174,8 @@ typedef struct koila__placed {
     uint8_t *adds_on;
     /* what is computed again and collected has loops of its own (engine/recompute.c) */
     bool again_apart;
+    /* what is computed again runs in no earlier loop than the calls recorded before it */
+    bool again_behind;
     uint32_t n_recorded_values;
     /* allocated elements of `value`, `need`, `node` */
     size_t cap_values, cap_needs, cap_nodes;

@@ -259,7 +259,7 @@ def needs(model, data, loss):
 
 
 # which need rows and tokens cut at once, with two samples, or take less time so
-BOTH = ("mlp", "gpt2", "llama", "mistral", "qwen2", "bert", "vit", "unet3d")
+BOTH = ("mlp", "gpt2", "llama", "mistral", "qwen2", "bert", "vit", "unet2d", "unet3d")
 
 
 @counted
@@ -296,6 +296,9 @@ BOTH = ("mlp", "gpt2", "llama", "mistral", "qwen2", "bert", "vit", "unet3d")
         ("vit", 2, 0.3),  # keys and values are computed again in loops of their own
         ("unet2d", 1, 0.5),
         ("unet2d", 1, 0.3),
+        ("unet2d", 1, 0.22),  # what is computed again waits for the backward pass before it
+        ("unet2d", 2, 0.22),
+        ("unet3d", 1, 0.21),
         ("unet3d", 1, 0.5),
         ("unet3d", 1, 0.3),
         ("unet3d", 2, 0.5),
