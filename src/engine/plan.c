@@ -29,6 +29,7 @@
 #include "engine/drops.h"
 #include "engine/floor.h"
 #include "engine/least.h"
+#include "engine/outline.h"
 #include "engine/live.h"
 #include "engine/plan_costs.h"
 #include "engine/search.h"
@@ -546,11 +547,12 @@ static koila_status plan_both(koila__planning *q)
         q->both = (koila__least){ .peak_bytes = bound, .is_bound = true };
         return KOILA_OOM;
     }
+    const uint32_t n_loops = p->info.n_loops; /* between several loops all rows wait */
     const koila__rival dropped = { try_dropped, q };
     const bool has_rival = o->recomputes && o->axes == KOILA_AXES_ANY && o->rows <= 0;
     const koila_status status =
         koila__both_cut(p, o, q->effort, has_rival ? &dropped : NULL, &q->both);
-    q->row_is_too_much = status == KOILA_OOM;
+    q->row_is_too_much = status == KOILA_OOM && n_loops <= KOILA__FEW_LOOPS;
     KOILA_TRY(status);
     p->n_curve = p->info.n_gathers = 0;
     q->is_bare = false;

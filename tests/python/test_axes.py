@@ -3,6 +3,8 @@ step is eager's, whatever is cut; rows come first wherever they fit."""
 
 import contextlib
 import copy
+import importlib.util
+from pathlib import Path
 
 import program_generator as programs
 import pytest
@@ -20,6 +22,7 @@ from koila import UnsupportedError, _core, lazy
 
 pytestmark = pytest.mark.skipif(not installed(), reason="torch's CPU memory cannot be counted here")
 counted = pytest.mark.about_the_cpu("its peaks are counted to the byte")
+BENCH = Path(__file__).parents[2] / "bench"
 
 
 def eager(program):
@@ -337,6 +340,33 @@ def test_a_sample_that_does_not_fit_trains(name, samples, share):
     with only(limit):
         koila_step(model, loss, batch)  # the plan is found again
     assert koila.last_plan().axis == plan.axis
+
+
+@counted
+@pytest.mark.parametrize("share", [0.38, 0.44, 0.5])
+def test_where_all_rows_wait_between_loops_another_axis_is_cut_all_the_same(share):
+    """With batch norm neither of two samples can go on alone: that a row does not fit says nothing
+    of both. What fits a budget fits a larger one."""
+    pytest.importorskip("transformers")
+    spec = importlib.util.spec_from_file_location("real_sizes", BENCH / "real_sizes.py")
+    real_sizes = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(real_sizes)
+    torch.manual_seed(5)
+    model = real_sizes.UNet(2, 16, 3, nn.BatchNorm2d).double()
+    batch = torch.randn(2, 3, 64, 64).double(), torch.randint(0, 5, (2, 64, 64))
+
+    def loss(m, x, y):
+        return F.cross_entropy(m(x), y)
+
+    loss(model, *batch).backward()
+    expected = model_state(model)
+    clear(model)
+    with koila.axes("batch"):
+        room, gradients = needs(model, batch, loss)
+    with only(int(gradients + share * room)):
+        koila_step(model, loss, batch)
+    assert koila.last_plan().axis is not None
+    assert_same(model_state(model), expected)
 
 
 @counted

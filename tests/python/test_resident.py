@@ -298,9 +298,9 @@ print(sum(faults[20:]))
 
 
 def test_recorded_steps_take_no_pages_anew_where_there_is_room():
-    assert int(run_python(FAULTS)) < 200
+    assert int(run_python(FAULTS)) < 2000  # in 20 steps: now and then a few blocks lie elsewhere
     said = {"MALLOC_TRIM_THRESHOLD_": str(128 << 10)}  # by the user, which counts
-    assert int(run_python(FAULTS, env=said)) > 2000
+    assert int(run_python(FAULTS, env=said)) > 10_000
 
 
 # ---- killed, by the kernel where this is allowed, else by a program that watches
