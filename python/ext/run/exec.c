@@ -128,17 +128,12 @@ static void learn_exactly(const exec *x, const koila_instr *in, int64_t peak, in
  * its results is the least that it uses inside. The next plan counts with that. */
 static void learn_at_least(const exec *x, const koila_instr *in, bool in_loop, int64_t peak)
 {
-    const koila_node_info node = koila_node_get(x->g, in->id);
-    const koila_sig_info *s = koila_sig_get(x->table, node.sig);
     const bool once = koila_plan_runs_once(x->plan, in->id);
-    uint64_t results = 0;
-    for (uint32_t o = 0; o < s->n_outputs; o++)
-        if (s->outputs[o] != KOILA_NONE)
-            results += koila_plan_value_bytes(x->plan, node.first_output + o,
-                                              in_loop ? koila__exec_n_rows(x) : x->batch);
+    const uint64_t results =
+        koila__slice_result_bytes(x->plan, in->id, in_loop ? koila__exec_n_rows(x) : x->batch);
     if (peak > 0 && (uint64_t)peak > results)
-        koila__learn(node.sig, once ? 0 : koila__exec_n_rows(x), once ? 0 : x->batch,
-                     (uint64_t)peak - results, KOILA__MEASURED_HERE);
+        koila__learn(koila_node_get(x->g, in->id).sig, once ? 0 : koila__exec_n_rows(x),
+                     once ? 0 : x->batch, (uint64_t)peak - results, KOILA__MEASURED_HERE);
 }
 
 /* Runs a node that is measured. The collector waits: what it frees in the middle of an operator

@@ -572,18 +572,6 @@ static bool numbers_of(const koila_plan *plan, koila_node n, int64_t begin, int6
     return true;
 }
 
-/* Bytes of the results of node n for a slice of so many rows. */
-static uint64_t result_bytes(const koila_plan *plan, koila_node n, int64_t rows)
-{
-    const koila_node_info info = koila_node_get(koila_plan_graph(plan), n);
-    const koila_sig_info *s = koila_sig_get(koila__table, info.sig);
-    uint64_t sum = 0;
-    for (uint32_t o = 0; o < s->n_outputs; o++)
-        if (s->outputs[o] != KOILA_NONE)
-            sum += koila_plan_value_bytes(plan, info.first_output + o, rows);
-    return sum;
-}
-
 /* Runs `rows` rows of the call. False: it failed. */
 static bool probe_rows(const koila_plan *plan, part p, int64_t rows, int64_t batch)
 {
@@ -605,8 +593,9 @@ static bool probe_rows(const koila_plan *plan, part p, int64_t rows, int64_t bat
     ok = ok && measure(sig, inputs, &fix, outputs, &inside);
     if (ok)
         koila__learn(sig, rows, batch, inside, KOILA__MEASURED_APART);
-    else if (inside > result_bytes(plan, p.n, rows)) /* it was refused so many: no less */
-        koila__learn(sig, rows, batch, inside - result_bytes(plan, p.n, rows),
+    else if (inside >
+             koila__slice_result_bytes(plan, p.n, rows)) /* it was refused so many: no less */
+        koila__learn(sig, rows, batch, inside - koila__slice_result_bytes(plan, p.n, rows),
                      KOILA__MEASURED_HERE);
     for (uint32_t i = 0; i < MAX_INPUTS; i++)
         Py_XDECREF(inputs[i]);

@@ -299,6 +299,8 @@ bool koila__workspace_known(void *ignored, koila_sig sig, int64_t rows, int64_t 
 uint64_t koila__spared_of(void *ignored, koila_sig sig, int64_t rows, int64_t batch);
 /* Directly after koila__learn(). */
 void koila__learn_spared(koila_sig sig, int64_t rows, int64_t batch, uint64_t bytes);
+/* Bytes of the results of node n of a plan in a slice of so many rows. */
+uint64_t koila__slice_result_bytes(const koila_plan *plan, koila_node n, int64_t rows);
 /* was it measured for exactly these rows? */
 bool koila__learned(koila_sig sig, int64_t rows, int64_t batch);
 /* More than once, and alike? */

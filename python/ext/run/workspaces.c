@@ -294,6 +294,17 @@ bool koila__workspace_known(void *ignored, koila_sig sig, int64_t rows, int64_t 
     return workspace_at(sig) != NULL;
 }
 
+uint64_t koila__slice_result_bytes(const koila_plan *plan, koila_node n, int64_t rows)
+{
+    const koila_node_info info = koila_node_get(koila_plan_graph(plan), n);
+    const koila_sig_info *s = koila_sig_get(koila__table, info.sig);
+    uint64_t sum = 0;
+    for (uint32_t o = 0; o < s->n_outputs; o++)
+        if (s->outputs[o] != KOILA_NONE)
+            sum += koila_plan_value_bytes(plan, info.first_output + o, rows);
+    return sum;
+}
+
 bool koila__learned(koila_sig sig, int64_t rows, int64_t batch)
 {
     return entry_of(sig, rows, batch) != NULL;
