@@ -582,6 +582,7 @@ static bool probe_rows(const koila_plan *plan, part p, int64_t rows, int64_t bat
     koila_adapt adapts[KOILA_MAX_ADAPTS];
     koila__arg_fix fixes[KOILA_MAX_ADAPTS];
     koila__call_fix fix;
+    const uint64_t results = koila__slice_result_bytes(plan, p.n, rows);
     uint64_t inside = 0;
     bool ok = numbers_of(plan, p.n, begin, rows, adapts, fixes, &fix);
     for (uint32_t i = 0; i < s->n_inputs && ok; i++) {
@@ -593,10 +594,8 @@ static bool probe_rows(const koila_plan *plan, part p, int64_t rows, int64_t bat
     ok = ok && measure(sig, inputs, &fix, outputs, &inside);
     if (ok)
         koila__learn(sig, rows, batch, inside, KOILA__MEASURED_APART);
-    else if (inside >
-             koila__slice_result_bytes(plan, p.n, rows)) /* it was refused so many: no less */
-        koila__learn(sig, rows, batch, inside - koila__slice_result_bytes(plan, p.n, rows),
-                     KOILA__MEASURED_HERE);
+    else if (inside > results) /* it was refused so many: no less */
+        koila__learn(sig, rows, batch, inside - results, KOILA__MEASURED_HERE);
     for (uint32_t i = 0; i < MAX_INPUTS; i++)
         Py_XDECREF(inputs[i]);
     for (uint32_t i = 0; i < MAX_OUTPUTS; i++)
