@@ -50,6 +50,18 @@ enum { /* koila_instr.flags */
        KOILA_INSTR_ADDED = 4, /**< ADD: the inner step has added to the accumulator already */
        /** RUN of a module as it is: nothing in this loop reads its graph, so it makes none */
        KOILA_INSTR_NO_GRAPH = 8,
+       /** RUN: the result goes into the accumulator of `user`, a whole value of the loop, at once:
+        * the first becomes it. They lie in memory alike, though their dimensions may differ.
+        * Outside loops: it is added to whole `user`, which becomes the result too */
+       KOILA_INSTR_ADDS = 16,
+       /** RUN, beside ADDS: where there is an accumulator and the slice is not all rows, or adds to
+        * what earlier rows left, the call adds to it while it computes, and makes no result */
+       KOILA_INSTR_ONTO = 32,
+       /** RUN, ADD, FREE: of what ADDS has done. RUN outside loops: of what SECOND has done; the
+        * result is `user` then. Who ignores all these flags gets the same values */
+       KOILA_INSTR_TOLD = 64,
+       /** ADD: the loop adds to whole `user`, instead of beginning with nothing */
+       KOILA_INSTR_SECOND = 128,
 };
 
 /** Of koila_instr.steal of a sum that is written over a term: 0: the first, 1: the second. */
@@ -63,8 +75,9 @@ typedef struct koila_instr {
      * afterwards, and the sum is written over it. SLICE: which input of `user` */
     uint16_t steal;
     uint32_t id; /**< node (RUN) or value */
-    /** SLICE: the node that needs the slice; koila_plan_need(plan, user, steal) says which */
-    koila_node user;
+    /** SLICE: the node that needs the slice; koila_plan_need(plan, user, steal) says which. RUN and
+     * ADD: a value, where a flag says so */
+    uint32_t user;
 } koila_instr;
 
 /** The slices of a loop, one row each, as steps of their own (KOILA_DO_INNER). All arrays belong to

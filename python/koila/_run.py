@@ -49,10 +49,28 @@ class _Guards(BelowAutograd):
             self._range.__exit__(None, None, None)
 
 
-# Adds one tensor to another, in place.
+# Adds one tensor, or the product of two, to another, in place.
 add_on = torch._C.TensorBase.add_
+addmm_ = torch._C.TensorBase.addmm_
+baddbmm_ = torch._C.TensorBase.baddbmm_
 n_dispatch_modes = torch._C._len_torch_dispatch_stack
 n_function_modes = torch._C._len_torch_function_stack
+
+
+def add_rows(
+    table: torch.Tensor, gradient: torch.Tensor, indices: torch.Tensor, padding: int
+) -> torch.Tensor:
+    """Adds embedding_dense_backward(gradient[..., E], indices[...], n, padding, False) to
+    table[n, E], in place."""
+    at = indices.reshape(-1)
+    rows = gradient.reshape(-1, table.shape[1])
+    if padding >= 0:
+        rows = rows.masked_fill((at == padding).unsqueeze(1), 0)
+    if table.is_cuda:  # index_add_ adds in any order there
+        torch.ops.aten.index_put_.default(table, (at,), rows, True)
+    else:
+        torch.ops.aten.index_add_.default(table, 0, at, rows)
+    return table
 
 
 def guards() -> _Guards:

@@ -333,7 +333,8 @@ static koila_status write_instrs(builder *b, const inner_step *s, const koila_st
         koila_instr in = was->instrs[i];
         if (in.kind != KOILA_DO_ADD && in.kind != KOILA_DO_PUT && in.kind != KOILA_DO_KEEP)
             continue;
-        in.flags = is_result(s, in.id, true) ? KOILA_INSTR_ADDED : 0;
+        in.flags &= KOILA_INSTR_SECOND;
+        in.flags |= is_result(s, in.id, true) ? KOILA_INSTR_ADDED : 0;
         PUSH(b, out, in);
     }
     for (uint32_t i = 0; i < s->results.n; i++)
@@ -368,6 +369,18 @@ static koila_status copy_events(builder *b, const koila__stage *was, koila__even
     return KOILA_OK;
 }
 
+/* Does the loop add v to a whole value? KOILA_NONE: any value? */
+static bool is_second_term(const koila_stage *st, koila_value v)
+{
+    for (uint32_t i = 0; i < st->n_instrs; i++) {
+        const koila_instr *in = &st->instrs[i];
+        if (in->kind == KOILA_DO_ADD && in->flags & KOILA_INSTR_SECOND &&
+            (v == KOILA_NONE || in->id == v))
+            return true;
+    }
+    return false;
+}
+
 /* The results of the inner step are there, for the instructions of write_instrs(). */
 static koila_status write_result_events(builder *b, const inner_step *s, const instr_vec *instrs,
                                         event_vec *out)
@@ -384,7 +397,7 @@ static koila_status write_result_events(builder *b, const inner_step *s, const i
             const koila_instr in = instrs->at[k];
             const bool is_value = in.kind != KOILA_DO_RUN && in.id == v;
             is_kept |= is_value && in.kind == KOILA_DO_KEEP;
-            if (is_value && in.kind == KOILA_DO_ADD)
+            if (is_value && in.kind == KOILA_DO_ADD && !(in.flags & KOILA_INSTR_SECOND))
                 KOILA_TRY(event(b, out, KOILA__ADD_CLONE, v));
             if (is_value && in.kind == KOILA_DO_PUT)
                 KOILA_TRY(event(b, out, KOILA__PUT, v));
@@ -398,12 +411,14 @@ static koila_status write_result_events(builder *b, const inner_step *s, const i
 static koila_status write_events(builder *b, const inner_step *s, const koila__stage *was,
                                  const instr_vec *instrs, event_vec *out)
 {
+    const bool any_second = is_second_term(&was->stage, KOILA_NONE);
     KOILA_TRY(copy_events(b, was, KOILA__SLICE_ALLOC, KOILA__SLICE_ALLOC, out));
     KOILA_TRY(copy_events(b, was, KOILA__CUT_ALLOC, KOILA__CUT_ALLOC, out));
     for (uint32_t i = 0; i < s->random.n; i++)
         KOILA_TRY(event(b, out, KOILA__LOCAL_ALLOC, s->random.at[i]));
     for (uint32_t i = 0; i < s->results.n; i++)
-        if (s->results.at[i].adds_on)
+        if (s->results.at[i].adds_on &&
+            !(any_second && is_second_term(&was->stage, s->results.at[i].outer)))
             KOILA_TRY(event(b, out, KOILA__ADD_CLONE, s->results.at[i].outer));
     KOILA_TRY(event(b, out, KOILA__INNER, 0));
     KOILA_TRY(write_result_events(b, s, instrs, out));

@@ -18,12 +18,25 @@
  * tensor as its term. The bytes are planned as if it were a copy; but neither storage is written in
  * place any more, or handed to an accumulator.
  *
+ * Note [Addends]. Where addends.c found addends of a result, and all calls that make them run in
+ * the loop that makes it whole, they go into the accumulator at once. Their sums and views are
+ * still written down (KOILA_INSTR_TOLD), and so are the ends of all these values: the instructions
+ * mean the same to who does not know of it. Their memory is told as it is: s[v] has no such value,
+ * except an addend that is made first (KOILA__ADDEND), while its call runs.
+ *
+ * Note [Second terms]. A sum outside loops of two terms, of which this loop makes one, and the
+ * other is there already, on storage that may be written: the loop's accumulator is the other term,
+ * and becomes the sum. There is no second term; the sum is only written down. So it is where a call
+ * outside loops makes the second term and can add it to the first, but not in a step that runs as
+ * it was recorded: its gradients are eager's to the bit.
+ *
  * Equation: alive[r] == number of values here[v] with root[v] == r. koila_plan_check() replays the
  * instructions and checks that every local value is made before it is used and freed exactly once
  * per slice. */
 #include "engine/schedule.h"
 #include "engine/schedule_state.h"
 
+#include "engine/addends.h"
 #include "engine/share.h"
 #include "graph/table.h"
 
@@ -271,7 +284,12 @@ static koila__event_kind emit_collect(work_state *w, koila_value v, uint32_t num
     const koila_meta_info *m = koila__value_meta(w->g, v);
     const koila_value made = w->s[r].made;
     const koila_meta_info *storage = koila__value_meta(w->g, made);
-    if (w->made_whole[v] == j) {
+    if (w->made_whole[v] == j && w->first_term[v] != KOILA_NONE) {
+        emit(w, (koila_instr){ .kind = KOILA_DO_ADD,
+                               .flags = KOILA_INSTR_SECOND,
+                               .id = v,
+                               .user = w->first_term[v] });
+    } else if (w->made_whole[v] == j) {
         /* what is added to earlier rows' sum must not become the accumulator */
         const bool own = owns_storage(w, v, number) && !koila__adds_on(w->p, v);
         const koila_placement x = w->p->value[v];
@@ -313,6 +331,7 @@ static koila__event_kind emit_collect(work_state *w, koila_value v, uint32_t num
  * emission order, which last_use refers to. */
 typedef struct emission {
     koila_node n;
+    koila__addend_kind addend; /* its result: Note [Addends] */
     uint32_t number;
     uint32_t j;
     uint32_t rare; /* of n */
@@ -437,6 +456,191 @@ static void end_results(work_state *w, const emission *x)
     }
 }
 
+/* Note [Addends]: how v, which is one or a sum of some, is made in loop j. */
+static koila__addend_kind addend_kind_of(const work_state *w, koila_value v, uint32_t j)
+{
+    const koila__addend *const all = w->p->addends;
+    if (w->any_foreign)
+        return KOILA__ADDEND_NOT;
+    const koila_value to = all[v].to;
+    const bool is_whole = w->made_whole[to] == j && w->n_addends[to] == all[to].n_addends;
+    return is_whole ? (koila__addend_kind)all[v].kind : KOILA__ADDEND_NOT;
+}
+
+static bool is_made_of_addends(const work_state *w, koila_node n)
+{
+    const span at = w->span[n];
+    return at.out_end - at.out == 1 && koila__is_addend(w->p, at.out);
+}
+
+/* Counts the calls of a loop that make addends. */
+static void count_addends(work_state *w, const koila_node *order, uint32_t n_order)
+{
+    const koila__addend *const all = w->p->addends;
+    for (uint32_t k = 0; k < n_order && all; k++)
+        if (is_made_of_addends(w, order[k]))
+            w->n_addends[all[w->span[order[k]].out].to] = 0;
+    for (uint32_t k = 0; k < n_order && all; k++) {
+        const koila__addend *a = &all[w->span[order[k]].out];
+        if (is_made_of_addends(w, order[k]) && a->kind != KOILA__ADDEND_TOLD)
+            w->n_addends_left[a->to] = ++w->n_addends[a->to];
+    }
+}
+
+/* The result is collected, unless it is a part of one. */
+static void end_addend(work_state *w, const emission *x)
+{
+    const koila_value v = w->span[x->n].out;
+    const koila_dtype dtype = koila__value_meta(w->g, v)->dtype;
+    const koila_value first = w->first_term[v];
+    if (w->p->addends[v].to != v)
+        return;
+    w->any_wide |= koila_accumulator_dtype(dtype, koila__share_of(w->p->value[v]), false) != dtype;
+    koila_instr add = { .kind = KOILA_DO_ADD, .flags = KOILA_INSTR_TOLD, .id = v };
+    if (first == KOILA_NONE)
+        begin_value(w->whole, v, OWNER_COLLECTED);
+    else {
+        add.flags |= KOILA_INSTR_SECOND;
+        add.user = first;
+    }
+    emit(w, add);
+    emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .flags = KOILA_INSTR_TOLD, .id = v });
+}
+
+/* A sum or a view of addends. */
+static void emit_told(work_state *w, const emission *x)
+{
+    emit(w, (koila_instr){ .kind = KOILA_DO_RUN, .flags = KOILA_INSTR_TOLD, .id = x->n });
+    for (uint32_t i = 0; i < x->s->n_inputs; i++)
+        emit(w, (koila_instr){
+                    .kind = KOILA_DO_FREE, .flags = KOILA_INSTR_TOLD, .id = input_of(w, x->n, i) });
+    end_addend(w, x);
+}
+
+/* The call of an addend has run: its storage becomes the accumulator, or is added and ends. */
+static void add_up(work_state *w, const emission *x, bool is_first)
+{
+    const koila_value v = w->span[x->n].out;
+    const koila_value to = w->p->addends[v].to;
+    const koila_dtype dtype = koila__value_meta(w->g, v)->dtype;
+    const koila_share share = koila__share_of(w->p->value[v]);
+    const bool wide = koila_accumulator_dtype(dtype, share, false) != dtype;
+    koila__event_kind how = KOILA__LOCAL_FREE;
+    if (is_first && koila__adds_on(w->p, to))
+        event(w, KOILA__ADD_CLONE, to);
+    else if (is_first) {
+        event(w, wide ? KOILA__ADD_OWNED_WIDE : KOILA__ADD_OWNED, to);
+        how = wide ? KOILA__LOCAL_FREE_IF_CUT : KOILA__LOCAL_FREE_LATER;
+    }
+    release_value(w, v, how);
+}
+
+/* A call whose result goes into an accumulator at once. */
+static koila_status emit_addend(work_state *w, emission *x)
+{
+    const koila_value v = w->span[x->n].out;
+    const koila_value to = w->p->addends[v].to;
+    const bool is_onto = x->addend == KOILA__ADDEND_ONTO;
+    const bool is_begun = w->first_term[to] != KOILA_NONE;
+    const bool is_first = w->n_addends_left[to]-- == w->n_addends[to] && !is_begun;
+    const uint8_t onto = is_onto ? KOILA_INSTR_ONTO : 0;
+    KOILA_TRY(emit_inputs(w, x));
+    if (is_onto)
+        event(w, is_first ? KOILA__SUM_MADE : KOILA__ADDEND_ALLOC, to);
+    else
+        begin_results(w, x);
+    event(w, KOILA__RUN, x->n);
+    emit(w, (koila_instr){ .kind = KOILA_DO_RUN,
+                           .flags = (uint8_t)(KOILA_INSTR_ADDS | onto),
+                           .id = x->n,
+                           .user = to });
+    if (!is_onto)
+        add_up(w, x, is_first);
+    else if (!is_first)
+        event(w, KOILA__ADDEND_FREE, to);
+    end_inputs(w, x);
+    end_addend(w, x);
+    return KOILA_OK;
+}
+
+/* Note [Second terms]: sets the first term of v, if it is there. */
+static bool find_first_term(work_state *w, koila_value v)
+{
+    const scope s = w->whole;
+    const koila_value first = koila__other_term(w, v);
+    if (first == KOILA_NONE || koila__adds_on(w->p, v) || !s[first].here || w->is_result[first])
+        return false;
+    const use *u = uses_of(w, first);
+    const life *root = &s[s[first].root];
+    const koila_meta_info *storage = koila__value_meta(w->g, root->made);
+    if (next_use_of(w, u) || root->alive != 1 || !may_be_written(root) ||
+        storage->n_bytes != koila__value_meta(w->g, first)->n_bytes ||
+        !koila_meta_is_dense(storage))
+        return false;
+    w->first_term[v] = first;
+    return true;
+}
+
+/* A call outside loops adds its result to the first term. */
+static void emit_second_term(work_state *w, const emission *x)
+{
+    const koila_value v = w->span[x->n].out;
+    event(w, KOILA__RUN, x->n);
+    emit(w, (koila_instr){ .kind = KOILA_DO_RUN,
+                           .flags = KOILA_INSTR_ADDS | KOILA_INSTR_ONTO,
+                           .id = x->n,
+                           .user = w->first_term[v] });
+    end_inputs(w, x);
+}
+
+/* Of the sum of two that node n, outside loops, makes: the second term. KOILA_NONE: it is added. */
+static koila_value second_term(const work_state *w, koila_node n)
+{
+    for (uint32_t i = 0; i < 2; i++)
+        if (w->first_term[input_of(w, n, i)] == input_of(w, n, !i))
+            return input_of(w, n, i);
+    return KOILA_NONE;
+}
+
+/* The sum is there, where its first term was. */
+static void emit_sum_of_terms(work_state *w, const emission *x, koila_value second)
+{
+    const koila_value first = w->first_term[second];
+    join_value(w->whole, w->span[x->n].out, first, false);
+    emit(w, (koila_instr){
+                .kind = KOILA_DO_RUN, .flags = KOILA_INSTR_TOLD, .id = x->n, .user = second });
+    emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = second });
+    emit(w, (koila_instr){ .kind = KOILA_DO_FREE, .id = first });
+    release_value(w, first, x->free_event);
+}
+
+/* A node of Note [Addends]. *is_done: it is one. */
+static koila_status emit_added_in_loop(work_state *w, emission *x, bool *is_done)
+{
+    x->addend = is_made_of_addends(w, x->n) ? addend_kind_of(w, w->span[x->n].out, x->j)
+                                            : KOILA__ADDEND_NOT;
+    *is_done = x->addend != KOILA__ADDEND_NOT;
+    if (x->addend == KOILA__ADDEND_TOLD)
+        emit_told(w, x);
+    else if (x->addend)
+        return emit_addend(w, x);
+    return KOILA_OK;
+}
+
+/* The same of Note [Second terms]. */
+static koila_status emit_added_outside(work_state *w, emission *x, bool *is_done)
+{
+    const koila_value v = w->span[x->n].out;
+    const koila_value second = x->rare & ADDS ? second_term(w, x->n) : KOILA_NONE;
+    const bool may_be_second = x->s->n_outputs == 1 && koila__is_second_addend(w->p, v);
+    *is_done = second != KOILA_NONE || (may_be_second && find_first_term(w, v));
+    if (second != KOILA_NONE)
+        emit_sum_of_terms(w, x, second);
+    else if (*is_done)
+        emit_second_term(w, x);
+    return KOILA_OK;
+}
+
 static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint32_t j)
 {
     const bool in_loop = j != KOILA_NONE;
@@ -449,6 +653,10 @@ static koila_status emit_node(work_state *w, koila_node n, uint32_t number, uint
         return KOILA_UNSUPPORTED;
     /* per input: cut anew, fetched, freed; per result: collected, kept, freed */
     TRY_ALLOC(room(w, 3 * n_in + 3 * n_out + 1, 3 * n_in + 5 * n_out + 1));
+    bool is_done;
+    KOILA_TRY((in_loop ? emit_added_in_loop : emit_added_outside)(w, &x, &is_done));
+    if (is_done)
+        return KOILA_OK;
     if (in_loop)
         KOILA_TRY(emit_inputs(w, &x));
     if (x.rare & SUMS)
@@ -589,6 +797,9 @@ static koila_status emit_loop(work_state *w, koila__schedule *out, uint32_t j)
         for (koila_value v = at.out; v < at.out_end; v++)
             last_use[v] = k;
     }
+    count_addends(w, order, n_order);
+    for (koila_value v = w->target_first[j]; v != KOILA_NONE; v = w->target_next[v])
+        (void)find_first_term(w, v);
     for (uint32_t k = 0; k < n_order; k++)
         KOILA_TRY(emit_node(w, order[k], k, j));
     KOILA_TRY(end_pieces(w, j));
@@ -698,6 +909,7 @@ static void forget_emission(work_state *w)
     memset(w->whole, 0, V * sizeof *w->whole);
     memset(w->slice, 0, V * sizeof *w->slice);
     memset(w->sliced, 0xff, V * sizeof *w->sliced);
+    memset(w->first_term, 0xff, V * sizeof *w->first_term);
     memset(w->whole_seen, 0xff, V * sizeof *w->whole_seen);
     w->instrs.n = w->events.n = w->n_keeps = 0;
     w->n_emitted = 0;

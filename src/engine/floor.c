@@ -9,6 +9,7 @@
  * base, and results that may be views of an input. */
 #include "engine/floor.h"
 
+#include "engine/addends.h"
 #include "graph/table.h"
 
 typedef struct floor_walk {
@@ -16,6 +17,7 @@ typedef struct floor_walk {
     koila_value *root; /* [value] the value that names its storage */
     bool *is_needed;   /* [node] */
     bool *is_result;   /* [value as root] */
+    bool *is_term;     /* [value] of a sum, which a call can add to the other one: addends.c */
     koila_node *seen;  /* [value as root] the node that counted it last, + 1 */
     uint64_t held;     /* results so far */
 } floor_walk;
@@ -53,6 +55,17 @@ static void find_roots(floor_walk *w)
         for (uint32_t o = 0; s->n_inputs && is_view(g, n) && o < s->n_fresh; o++)
             w->root[info->first_output + o] = w->root[g->inputs.at[info->first_input]];
     }
+}
+
+static void find_terms(floor_walk *w)
+{
+    const koila_graph *g = w->g;
+    for (koila_node n = 0; n < g->nodes.n; n++)
+        for (uint32_t i = 0; i < 2 && koila__adds_two(g->table, sig_of(g, n)); i++) {
+            const koila_value v = g->inputs.at[g->nodes.at[n].first_input + i];
+            const koila_node m = g->values.at[v].node;
+            w->is_term[v] = m != KOILA_NONE && koila__adds_onto(g->table, sig_of(g, m));
+        }
 }
 
 static void find_needed(floor_walk *w, const koila_value *targets, uint32_t n_targets)
@@ -97,13 +110,13 @@ static uint64_t count_node(floor_walk *w, koila_node n)
         return 0;
     for (uint32_t i = 0; i < s->n_inputs; i++) {
         const koila_value root = w->root[g->inputs.at[info->first_input + i]];
-        if (koila__reads(s, i) && !w->is_result[root])
+        if (koila__reads(s, i) && !w->is_result[root] && !w->is_term[root])
             there += count(w, n, root);
     }
     for (uint32_t o = 0; o < s->n_fresh; o++) {
         const koila_value v = info->first_output + o;
         const uint64_t n_bytes = count(w, n, v);
-        there += frees ? 0 : n_bytes;
+        there += frees || w->is_term[v] ? 0 : n_bytes;
         w->held += w->is_result[v] ? n_bytes : 0;
     }
     return there;
@@ -118,11 +131,13 @@ koila_status koila__floor_whole(const koila_graph *g, const koila_value *targets
                      .root = koila__arena_room(&tmp, g->values.n * sizeof *w.root + 1),
                      .is_needed = koila__arena_array(&tmp, g->nodes.n + 1, sizeof *w.is_needed),
                      .is_result = koila__arena_array(&tmp, g->values.n + 1, sizeof *w.is_result),
+                     .is_term = koila__arena_array(&tmp, g->values.n + 1, sizeof *w.is_term),
                      .seen = koila__arena_array(&tmp, g->values.n + 1, sizeof *w.seen) };
-    const bool is_there = w.root && w.is_needed && w.is_result && w.seen;
+    const bool is_there = w.root && w.is_needed && w.is_result && w.is_term && w.seen;
     *n_bytes = 0;
     if (is_there) {
         find_roots(&w);
+        find_terms(&w);
         find_needed(&w, targets, n_targets);
     }
     for (koila_node n = 0; n < g->nodes.n && is_there; n++) {
@@ -133,7 +148,8 @@ koila_status koila__floor_whole(const koila_graph *g, const koila_value *targets
     return is_there ? KOILA_OK : KOILA_NO_MEMORY;
 }
 
-/* From the second row on all sums are there, and what a row adds to one of them is as large. */
+/* From the second row on all sums are there, and what a row adds to one of them is as large, unless
+ * it is added as it is made. */
 koila_status koila__floor_both(const koila_plan *p, uint64_t *n_bytes)
 {
     const koila__placed *placed = p->placed;
@@ -153,7 +169,8 @@ koila_status koila__floor_both(const koila_plan *p, uint64_t *n_bytes)
             continue;
         seen[v] = true;
         sum += bytes_of(g, v);
-        largest = bytes_of(g, v) > largest ? bytes_of(g, v) : largest;
+        if (!koila__is_addend(placed, v))
+            largest = bytes_of(g, v) > largest ? bytes_of(g, v) : largest;
     }
     koila__arena_deinit(&tmp);
     *n_bytes = sum + largest;

@@ -151,6 +151,12 @@ static inline __attribute__((always_inline)) uint64_t change(const walk *w, cons
         return 0 - META->n_storage_bytes;
     case KOILA__COLLECTED_FREE:
         return 0 - META->n_bytes;
+    case KOILA__ADDEND_ALLOC:
+        return cut || koila__adds_on(w->p, v) ? 0 : META->n_bytes;
+    case KOILA__ADDEND_FREE:
+        return cut || koila__adds_on(w->p, v) ? 0 : 0 - META->n_bytes;
+    case KOILA__SUM_MADE:
+        return first && !koila__adds_on(w->p, v) ? META->n_bytes : 0;
     case KOILA__ADD_OWNED_WIDE:
         return first && cut ? accumulator_bytes(w->p, v, true) : 0;
     case KOILA__ADD_CLONE:

@@ -13,6 +13,8 @@
 #include "engine/schedule_state.h"
 
 #include "engine/plan_costs.h"
+#include "engine/addends.h"
+#include "engine/share.h"
 #include "graph/table.h"
 #include "placement/rules.h"
 
@@ -723,6 +725,27 @@ koila_status koila__find_whole_until(work_state *w)
     return KOILA_OK;
 }
 
+koila_value koila__other_term(const work_state *w, koila_value v)
+{
+    const koila_placement *x = &w->p->value[v];
+    const use *u = uses_of(w, v);
+    if (!u || !(w->rare[u->user] & ADDS) || w->runs[u->user] != RUNS_ONCE)
+        return KOILA_NONE;
+    const koila_meta_info *m = koila__value_meta(w->g, v);
+    const bool is_sum = made_in_loop(w, v) && x->kind == KOILA_P && x->combine == KOILA_SUM &&
+                        koila_accumulator_dtype(m->dtype, koila__share_of(*x), false) == m->dtype;
+    const bool is_call = koila__is_second_addend(w->p, v) && (w->any_again || w->n_loops);
+    if (w->any_foreign || next_use_of(w, u) || w->is_result[v] || w->use[v] != KOILA_NONE ||
+        (is_sum ? u->local : !is_call))
+        return KOILA_NONE;
+    const koila_sig_info *s = sig_of(w, u->user);
+    const koila_value first = input_of(w, u->user, 0), second = input_of(w, u->user, 1);
+    const bool are_alike = s->inputs[0] == s->outputs[0] && s->inputs[1] == s->outputs[0];
+    if (first == second || !are_alike || !koila_meta_is_dense(m))
+        return KOILA_NONE;
+    return v == first ? second : first;
+}
+
 /* The storage in which v, of needed node n, is there whole, or NULL. loop_of[level]: the first loop
  * that is not of an earlier level. */
 static whole_value *find_whole(work_state *w, koila_value v, koila_node n, const uint32_t *loop_of)
@@ -732,9 +755,10 @@ static whole_value *find_whole(work_state *w, koila_value v, koila_node n, const
                       .last_call = KOILA_NONE };
     if (!in_loop && w->aliases[n] && !sig_of(w, n)->n_writes)
         w->whole_of[v] = w->whole_of[input_of(w, n, 0)];
-    else if (!in_loop && !sig_of(w, n)->n_writes)
+    else if (!in_loop && !sig_of(w, n)->n_writes && koila__other_term(w, v) == KOILA_NONE)
         x.n_bytes = koila__value_meta(w->g, v)->n_storage_bytes;
-    else if (in_loop && x.begin != KOILA_NONE && !w->is_result[v] && w->use[v] == KOILA_NONE)
+    else if (in_loop && x.begin != KOILA_NONE && !w->is_result[v] && w->use[v] == KOILA_NONE &&
+             koila__other_term(w, v) == KOILA_NONE)
         x.n_bytes = koila__value_meta(w->g, v)->n_bytes;
     if (x.n_bytes) { /* else a result of a loop, or perhaps the storage of another value */
         w->wholes[w->n_wholes++] = x;
@@ -900,6 +924,11 @@ static koila_status make_arrays(work_state *w)
     MAKE_UNSET(slice, V);
     MAKE(whole_of, V);
     MAKE_UNSET(read_until, V);
+    MAKE_UNSET(first_term, V);
+    if (w->p->addends) {
+        MAKE_UNSET(n_addends, V);
+        MAKE_UNSET(n_addends_left, V);
+    }
     memset(w->first_use, 0xff, V * sizeof *w->first_use);
     memset(w->use, 0xff, V * sizeof *w->use);
     return KOILA_OK;

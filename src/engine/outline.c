@@ -5,6 +5,7 @@
  * outline_choice.c's subject; what that needs at least, outline_bound.c's. */
 #include "engine/outline_state.h"
 
+#include "engine/addends.h"
 #include "engine/cost.h"
 #include "engine/live.h"
 
@@ -72,6 +73,9 @@ uint64_t koila__outline_bytes(const koila__outline *o, koila_node n, uint32_t j)
     const koila_sig_info *s = sig_of(o, n);
     const koila_value v = output_of(o, n, j);
     if (is_alias(o, n) || o->g->values.at[v].meta == KOILA_NONE)
+        return 0;
+    if (o->p->addends &&
+        ((!o->is_whole && koila__is_addend(o->p, v)) || koila__is_second_addend(o->p, v)))
         return 0;
     if (o->is_part[v] || (j >= s->n_fresh && s->n_writes != 1))
         return 0;

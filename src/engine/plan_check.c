@@ -117,6 +117,8 @@ static bool check_instr(checker *c, koila_instr in)
         }
         HOLDS(c, c->is_loop && *flags & LOCAL && !(*flags & (WHOLE | MADE)),
               "value %u is collected before it is made, or twice", in.id);
+        HOLDS(c, !(in.flags & KOILA_INSTR_SECOND) || c->flags[in.user] & WHOLE,
+              "value %u is added to %u, which is not whole", in.id, in.user);
         *flags |= MADE;
         return true;
     case KOILA_DO_FREE:

@@ -79,6 +79,8 @@ static void out_run(koila__out *o, const koila_plan *p, const koila_instr *in)
         koila__out_str(o, "  ");
         koila__out_meta(o, koila__meta(g->table, s->outputs[i]));
     }
+    if (in->flags & KOILA_INSTR_ADDS)
+        koila__out_fmt(o, "  added to %%%u at once", in->user);
     if (in->steal)
         koila__out_str(o, "  in place");
     else if (s->n_writes)
@@ -168,6 +170,8 @@ koila_status koila_plan_print(const koila_plan *p, koila_write_fn write, void *u
         bool freeing = false;
         for (uint32_t i = 0; i < st->n_instrs; i++) {
             const koila_instr *in = &st->instrs[i];
+            if (in->flags & KOILA_INSTR_TOLD)
+                continue;
             if (in->kind == KOILA_DO_FREE) {
                 koila__out_fmt(&o, freeing ? " %%%u" : "\n  free   %%%u", in->id);
                 freeing = true;

@@ -445,11 +445,17 @@ static koila_status hand_over(rewriter *r, koila__placed **out)
         koila__arena_array(&r->keep, r->from->n_recorded_values, sizeof *lowered);
     const uint8_t *added = r->from->adds_on;
     uint8_t *adds_on = added ? koila__arena_array(&r->keep, n_values, 1) : NULL;
-    TRY_ALLOC(p && size && lowered && (adds_on || !added));
+    const koila__addend *were = r->from->addends;
+    koila__addend *addends = were ? koila__arena_array(&r->keep, n_values, sizeof *addends) : NULL;
+    TRY_ALLOC(p && size && lowered && (adds_on || !added) && (addends || !were));
     for (koila_value v = 0; v < r->g->values.n; v++) {
         size[r->first[v]] = r->from->size[v];
         if (added) /* sums are made once */
             adds_on[r->first[v]] = added[v];
+        if (were && were[v].kind) {
+            addends[r->first[v]] = were[v];
+            addends[r->first[v]].to = r->first[were[v].to];
+        }
         if (r->second[v] != KOILA_NONE)
             size[r->second[v]] = r->from->size[v];
     }
@@ -466,6 +472,7 @@ static koila_status hand_over(rewriter *r, koila__placed **out)
                           .need = r->need.at,
                           .node = r->node.at,
                           .adds_on = adds_on,
+                          .addends = addends,
                           .again_apart = r->how.apart,
                           .again_behind = r->how.behind,
                           .lowered = lowered,

@@ -35,11 +35,16 @@ typedef enum koila__event_kind {
     KOILA__WHOLE_ALLOC, /* by an operator of a whole stage */
     KOILA__WHOLE_FREE,
     KOILA__COLLECTED_FREE, /* a whole value that a loop made */
-    KOILA__KEPT,           /* a kept piece, named as its value; */
-    KOILA__KEPT_FROM,      /* directly after KEPT: the storage that became the piece */
+    /* KOILA_INSTR_ONTO, beside an accumulator that is there: the addend, in a slice of all rows
+     * that adds to nothing of earlier rows; named as its accumulator */
+    KOILA__ADDEND_ALLOC,
+    KOILA__ADDEND_FREE,
+    KOILA__KEPT,      /* a kept piece, named as its value; */
+    KOILA__KEPT_FROM, /* directly after KEPT: the storage that became the piece */
     /* except in the first slice, where it has become the accumulator. From this kind on, the first
      * slice may differ from the others */
     KOILA__LOCAL_FREE_LATER,
+    KOILA__SUM_MADE,  /* first slice: the node of the RUN that follows makes the accumulator */
     KOILA__ADD_OWNED, /* first slice: local storage becomes the accumulator */
     /* the same for a wider accumulator: only in a slice of all rows */
     KOILA__ADD_OWNED_WIDE,

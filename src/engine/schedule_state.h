@@ -174,6 +174,10 @@ struct koila__scheduler {
     /* [value] instruction number of its last use in the current stage's emission order */
     uint32_t *last_use;
     uint32_t *last_run; /* [node] last loop that can possibly run it, or KOILA_NONE */
+    /* [value] of a result that p->addends names: calls of the current loop that make addends of it,
+     * and those still to be emitted; NULL: there are none */
+    uint32_t *n_addends, *n_addends_left;
+    koila_value *first_term; /* [value] Note [Second terms] in emit.c; KOILA_NONE: it is none */
     /* which values are alive on which storage: whole values; values of the running slice */
     scope whole, slice;
     scope s; /* the scope of the current emission */
@@ -290,6 +294,10 @@ static inline bool is_too_much(const work_state *w, double work)
 
 /* ---- loops.c */
 
+/* v is one term of a sum outside loops: a partial sum that is made whole for that; or what a call
+ * outside loops can add to the other term, in a step that does not run as it was recorded. Returns
+ * the other term; else KOILA_NONE. */
+koila_value koila__other_term(const work_state *w, koila_value v);
 /* Finds all that the policies of one graph share. Expected: as koila__scheduler_new(). */
 koila_status koila__loops_find(work_state *w, const koila_value *targets, uint32_t n_targets);
 /* Once, before the first policy is emitted: a policy that is only bounded asks for none of it.

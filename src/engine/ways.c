@@ -2,6 +2,7 @@
  * plan.c, search.c and drops.c have in common. */
 #include "engine/ways.h"
 
+#include "engine/addends.h"
 #include "engine/both.h"
 #include "engine/live.h"
 #include "engine/plan_costs.h"
@@ -93,6 +94,8 @@ koila_status koila__way_place(const koila__planning *q, koila__place_fn how, koi
                              "plan: the sizes of all values add up to more than 64 bits");
     if (status == KOILA_OK && q->adds_on)
         status = koila__both_mark(placed, q->adds_on, targets, q->n_targets);
+    if (status == KOILA_OK)
+        status = koila__addends_find(placed, targets, q->n_targets, q->mem);
     if (status == KOILA_OK)
         *out = placed;
     else

@@ -151,6 +151,21 @@ typedef struct koila__size {
     uint64_t fixed, per_row;
 } koila__size;
 
+/* engine/addends.c: how a value gets into the accumulator of a loop's result. */
+typedef enum koila__addend_kind {
+    KOILA__ADDEND_NOT,
+    KOILA__ADDEND,      /* is added as soon as its call has made it */
+    KOILA__ADDEND_ONTO, /* its call can add it instead of making it */
+    KOILA__ADDEND_TOLD, /* a view or a sum of such values, or the result itself: is not made */
+    /* outside loops: its call can add it to the other term of the sum `to` */
+    KOILA__ADDEND_SECOND,
+} koila__addend_kind;
+typedef struct koila__addend {
+    uint8_t kind;       /* koila__addend_kind */
+    koila_value to;     /* the result */
+    uint32_t n_addends; /* of the result itself: calls that make them */
+} koila__addend;
+
 typedef struct koila__placed {
     koila_graph *graph;     /* the lowered graph; owned */
     koila_placement *value; /* [n_values of graph]; never FREE */
@@ -172,6 +187,7 @@ typedef struct koila__placed {
     /* [n_values of graph] of a step within a row (engine/both.c): a sum that is added to what
      * earlier rows left; NULL: none is */
     uint8_t *adds_on;
+    koila__addend *addends; /* [n_values of graph] NULL: there are none */
     /* what is computed again and collected has loops of its own (engine/recompute.c) */
     bool again_apart;
     /* what is computed again runs in no earlier loop than the calls recorded before it */

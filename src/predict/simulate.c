@@ -381,11 +381,47 @@ static void run_inner(koila__sim *s, const koila_inner *inner)
     }
 }
 
+/* RUN with KOILA_INSTR_ADDS: the result becomes the accumulator, or is added to it: as it is made,
+ * or when it is there. */
+static void run_addend(koila__sim *s, const koila_instr *in)
+{
+    const koila_value v = koila_node_get(s->g, in->id).first_output;
+    const koila_value sum = in->user;
+    const bool is_wide = accumulator_bytes(s, sum, is_all_rows(s)) != dense_bytes(s, sum);
+    if (in->flags & KOILA_INSTR_ONTO && s->whole[sum] && !is_all_rows(s))
+        s->local[v] = koila__storage_hold(s, s->whole[sum]);
+    koila__sim_run_node(s, in->id, in->steal);
+    if (!s->whole[sum] && is_wide)
+        s->whole[sum] = koila__storage_new(s, accumulator_bytes(s, sum, is_all_rows(s)), sum);
+    else if (!s->whole[sum])
+        s->whole[sum] = koila__storage_hold(s, s->local[v]);
+    koila__storage_drop(s, &s->local[v]);
+}
+
+/* The same outside loops. */
+static void run_second_term(koila__sim *s, const koila_instr *in)
+{
+    const koila_value v = koila_node_get(s->g, in->id).first_output;
+    s->whole[v] = koila__storage_hold(s, s->whole[in->user]);
+    koila__sim_run_node(s, in->id, in->steal);
+}
+
 static void run_instr(koila__sim *s, const koila_instr *in, uint32_t slice)
 {
+    if (in->flags & KOILA_INSTR_TOLD) {
+        if (in->kind == KOILA_DO_RUN && !s->in_loop)
+            s->whole[koila_node_get(s->g, in->id).first_output] =
+                koila__storage_hold(s, s->whole[in->user]);
+        return;
+    }
     switch ((koila_instr_kind)in->kind) {
     case KOILA_DO_RUN:
-        koila__sim_run_node(s, in->id, in->steal);
+        if (in->flags & KOILA_INSTR_ADDS && !s->in_loop)
+            run_second_term(s, in);
+        else if (in->flags & KOILA_INSTR_ADDS)
+            run_addend(s, in);
+        else
+            koila__sim_run_node(s, in->id, in->steal);
         return;
     case KOILA_DO_SLICE:
         if (!s->local[in->id])
@@ -493,6 +529,16 @@ static void cast_back(koila__sim *s, const koila_stage *st)
     }
 }
 
+/* Sums that are added to whole values begin as these. */
+static void begin_second_terms(koila__sim *s, const koila_stage *st)
+{
+    for (uint32_t i = 0; i < st->n_instrs; i++) {
+        const koila_instr *in = &st->instrs[i];
+        if (in->kind == KOILA_DO_ADD && in->flags & KOILA_INSTR_SECOND)
+            s->whole[in->id] = koila__storage_hold(s, s->whole[in->user]);
+    }
+}
+
 void koila__sim_run_plan(koila__sim *s)
 {
     for (uint32_t k = 0; k < s->n_stages && !s->status; k++) {
@@ -503,6 +549,7 @@ void koila__sim_run_plan(koila__sim *s)
         }
         const int64_t batch = koila_graph_axis_size(s->g, st->axis);
         const int64_t rows = koila_plan_axis_rows(s->plan, st->axis);
+        begin_second_terms(s, st);
         run_loop(s, st, rows, batch);
         if (rows != batch)
             cast_back(s, st);

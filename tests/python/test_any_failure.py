@@ -8,6 +8,7 @@ import torch
 from conftest import LONG
 from helpers import model_state
 from memory_helpers import by_hand_step, clear, installed, koila_step, out_of_memory
+from test_addends import Tied, of_tokens, texts
 from test_exactness_models import lm64
 from torch import nn
 from torch.nn import functional as F
@@ -60,6 +61,7 @@ STEPS = {
     "mlp": (lambda: MLP().double(), rows_of(5), ce),
     "convnet-batchnorm": (lambda: ConvNet(nn.BatchNorm2d).double(), images(), ce),
     "gpt2": (lambda: gpt2().double(), tokens(), lm64),
+    "tied": (lambda: Tied(tokens_meet=True).double(), texts, of_tokens),
     "mlp, read": (lambda: MLP().double(), rows_of(5), reading),
     "mlp, each layer read": (lambda: MLP().double(), rows_of(5), reading_each_layer),
     "each row": (lambda: MLP().double(), rows_of(5), each_row),

@@ -646,14 +646,70 @@ static bool do_run(interpreter *x, const koila_instr *instr, bool in_loop)
     return true;
 }
 
+/* RUN with KOILA_INSTR_ADDS. What is added as it is made takes no memory. */
+static bool do_addend(interpreter *x, const koila_instr *in)
+{
+    const koila_value made = x->p->graph->nodes.at[in->id].first_output;
+    const koila_value to = in->user;
+    const koila_meta_info *m = meta_in(x, to);
+    const bool is_all = x->begin == 0 && x->end == x->batch;
+    const bool is_onto = in->flags & KOILA_INSTR_ONTO && x->acc[to] && !is_all;
+    const uint64_t peak = x->h.peak;
+    if (!do_run(x, in, true))
+        return false;
+    if (is_onto)
+        x->h.peak = peak;
+    tensor *addend = view_of(x->local[made]);
+    addend->n_dims = m->n_dims;
+    for (uint32_t d = 0; d < m->n_dims; d++) {
+        addend->size[d] = m->size[d];
+        addend->stride[d] = m->stride[d];
+    }
+    drop(&x->local[made]);
+    if (!x->acc[to]) {
+        const bool is_wide = accumulator_element(x, to) != addend->n_element_bytes;
+        x->acc[to] = is_wide ? clone_of(x, addend, accumulator_element(x, to)) : view_of(addend);
+    } else
+        for (int64_t k = 0; k < n_elements(addend); k++) {
+            uint64_t *y = element(x->acc[to], k);
+            *y = (*y + *element(addend, k)) % PRIME;
+        }
+    drop(&addend);
+    return true;
+}
+
+/* The same outside loops: it is added to a whole value, which becomes the result too. */
+static bool do_second_term(interpreter *x, const koila_instr *in)
+{
+    const koila_value made = x->p->graph->nodes.at[in->id].first_output;
+    const uint64_t peak = x->h.peak;
+    if (!do_run(x, in, false))
+        return false;
+    x->h.peak = peak;
+    for (int64_t k = 0; k < n_elements(x->whole[made]); k++) {
+        uint64_t *y = element(x->whole[in->user], k);
+        *y = (*y + *element(x->whole[made], k)) % PRIME;
+    }
+    drop(&x->whole[made]);
+    x->whole[made] = view_of(x->whole[in->user]);
+    return true;
+}
+
 static bool do_instrs(interpreter *x, const koila_stage *st)
 {
     for (uint32_t i = 0; i < st->n_instrs; i++) {
         const koila_instr *in = &st->instrs[i];
         const koila_value v = in->id;
+        if (in->flags & KOILA_INSTR_TOLD) {
+            if (in->kind == KOILA_DO_RUN && !st->is_loop)
+                x->whole[x->p->graph->nodes.at[v].first_output] = view_of(x->whole[in->user]);
+            continue;
+        }
         switch ((koila_instr_kind)in->kind) {
         case KOILA_DO_RUN:
-            if (!do_run(x, in, st->is_loop))
+            if (!st->is_loop && in->flags & KOILA_INSTR_ADDS ? !do_second_term(x, in)
+                : in->flags & KOILA_INSTR_ADDS               ? !do_addend(x, in)
+                                                             : !do_run(x, in, st->is_loop))
                 return false;
             break;
         case KOILA_DO_SLICE:
@@ -700,6 +756,11 @@ static bool do_stage(interpreter *x, const koila_stage *st)
     x->begin = x->end = x->batch = x->slice = 0;
     if (!st->is_loop)
         return do_instrs(x, st);
+    for (uint32_t i = 0; i < st->n_instrs; i++) {
+        const koila_instr *in = &st->instrs[i];
+        if (in->kind == KOILA_DO_ADD && in->flags & KOILA_INSTR_SECOND)
+            x->acc[in->id] = view_of(x->whole[in->user]);
+    }
     x->batch = x->p->graph->axes.at[st->axis];
     for (int64_t at = 0; at < x->batch; at += x->rows[st->axis], x->slice++) {
         x->begin = at;

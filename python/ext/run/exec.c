@@ -259,7 +259,49 @@ static int run_one(exec *x, const koila_instr *in, bool in_loop)
     return koila__check_signals();
 }
 
+/* A call that adds to a sum while it computes. It fails before it begins, or not at all: it asks
+ * for its memory first. */
+static int add_onto(exec *x, const koila_instr *in, bool in_loop)
+{
+    if (koila__exec_add_onto(x, in, in_loop) < 0) {
+        add_note(x, in->id, in_loop);
+        return -1;
+    }
+    if (call_on_gpu(x, in) == GPU_PRODUCT)
+        koila__gpu_ran_product(x->c->gpu);
+    return koila__check_signals();
+}
+
+/* A call of a loop whose result goes into an accumulator. */
+static int run_addend(exec *x, const koila_instr *in)
+{
+    const bool adds_to_rows = x->acc[in->user] && (x->inner || !koila__exec_is_whole(x));
+    if (!(in->flags & KOILA_INSTR_ONTO) || !adds_to_rows)
+        return run_one(x, in, true) < 0 ? -1 : koila__exec_take_addend(x, in);
+    return add_onto(x, in, true);
+}
+
 static int run_inner(exec *x, const koila_inner *inner);
+
+/* Instruction i: a call that makes an addend, or a sum or a view of what is added up already. */
+static int run_sum(exec *x, const koila_instr *in, uint32_t i, bool in_loop)
+{
+    const bool is_told = in->flags & KOILA_INSTR_TOLD;
+    x->n_run += is_told;
+    if (!in_loop) {
+        const koila_value v = koila_node_get(x->g, in->id).first_output;
+        if (!is_told && add_onto(x, in, false) < 0)
+            return -1;
+        x->whole[v] = Py_NewRef(x->whole[in->user]);
+        return 0;
+    }
+    if (is_told)
+        return 0;
+    if (!x->done[i] && run_addend(x, in) < 0)
+        return -1;
+    x->done[i] = 1;
+    return 0;
+}
 
 static int run_instr(exec *x, const koila_stage *st, uint32_t i)
 {
@@ -268,6 +310,8 @@ static int run_instr(exec *x, const koila_stage *st, uint32_t i)
     const bool is_owned = in->flags & KOILA_INSTR_OWNED;
     switch ((koila_instr_kind)in->kind) {
     case KOILA_DO_RUN:
+        if (in->flags & (KOILA_INSTR_ADDS | KOILA_INSTR_TOLD))
+            return run_sum(x, in, i, st->is_loop);
         if (st->is_loop && !koila_plan_runs_in(x->plan, in->id, x->begin, x->end))
             return 0;
         return run_one(x, in, st->is_loop);
@@ -284,7 +328,7 @@ static int run_instr(exec *x, const koila_stage *st, uint32_t i)
     case KOILA_DO_INNER:
         return run_inner(x, st->inner);
     case KOILA_DO_ADD:
-        if (x->done[i] || in->flags & KOILA_INSTR_ADDED)
+        if (x->done[i] || in->flags & (KOILA_INSTR_ADDED | KOILA_INSTR_TOLD))
             return 0;
         if (koila__exec_add(x, v, is_owned) < 0)
             return -1;
@@ -441,6 +485,16 @@ static int end_loop(exec *x, const koila_stage *st)
     return 0;
 }
 
+/* Sums that are added to whole values begin as these. */
+static void begin_second_terms(exec *x, const koila_stage *st)
+{
+    for (uint32_t i = 0; i < st->n_instrs; i++) {
+        const koila_instr *in = &st->instrs[i];
+        if (in->kind == KOILA_DO_ADD && in->flags & KOILA_INSTR_SECOND)
+            Py_XSETREF(x->acc[in->id], Py_XNewRef(x->whole[in->user]));
+    }
+}
+
 static int run_stage(exec *x, uint32_t k)
 {
     const koila_stage *st = koila_plan_stage(x->plan, k);
@@ -456,6 +510,7 @@ static int run_stage(exec *x, uint32_t k)
         PyErr_NoMemory();
         return -1;
     }
+    begin_second_terms(x, st);
     /* as it is for all slices: the body's sums begin otherwise than the walk's */
     x->has_body = x->uses_bodies && koila__body_is_there(x, k);
     const bool is_on_cpu = x->c->gpu < 0;

@@ -104,6 +104,11 @@ int koila__exec_make_absent(exec *x, koila_value v);
 int koila__exec_put(exec *x, koila_value v, bool owned);
 /* Adds the slice's share of v to the accumulator. */
 int koila__exec_add(exec *x, koila_value v, bool owned);
+/* Adds the result of `in`, which has run (KOILA_INSTR_ADDS), to its accumulator, or makes it that:
+ * there is no local value then. */
+int koila__exec_take_addend(exec *x, const koila_instr *in);
+/* New: the memory of `t`, which is like whole value `from`, seen as `to`, which lies there too. */
+PyObject *koila__exec_seen_as(const exec *x, PyObject *t, koila_value from, koila_value to);
 /* Keeps the rows of v for a later loop. */
 int koila__exec_keep(exec *x, koila_value v);
 /* What becomes local v: the kept rows of the slice: one piece unchanged; or pieces cut and joined,
@@ -132,5 +137,8 @@ void koila__exec_free(exec *x);
 /* ---- exec_node.c */
 /* Runs the node of `in` on the rows of the running slice, or (not in_loop) on whole values. */
 int koila__exec_node(exec *x, const koila_instr *in, bool in_loop);
+/* Runs the call of `in` (KOILA_INSTR_ONTO) such that it adds its result to the accumulator, or (not
+ * in_loop) to the whole value. */
+int koila__exec_add_onto(exec *x, const koila_instr *in, bool in_loop);
 
 #endif

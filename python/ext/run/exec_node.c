@@ -488,7 +488,22 @@ static int run_any(exec *x, node_call *call)
     return status;
 }
 
-int koila__exec_node(exec *x, const koila_instr *in, bool in_loop)
+/* A product, or rows of a table's gradient, added to `sum`. New: the same tensor. */
+static PyObject *added_onto(const exec *x, const node_call *call, PyObject *sum)
+{
+    enum { PADDING_INDEX = 3 }; /* position, of embedding_dense_backward(grad, indices, ...) */
+    PyObject *const values[] = { sum, call->inputs[0], call->inputs[1] };
+    const uint32_t facts = koila_op_facts(x->table, call->s->op);
+    const uint32_t n_dims = koila_meta_get(x->table, call->s->outputs[0])->n_dims;
+    if (koila_facts_dense(facts) == KOILA_FACT_DENSE_CONTRACT)
+        return koila__write_unseen(n_dims == 2 ? koila__torch.addmm_ : koila__torch.baddbmm_,
+                                   values, 3);
+    return PyObject_CallFunction(koila__torch.add_rows, "OOOL", sum, call->inputs[0],
+                                 call->inputs[1],
+                                 (long long)call->s->tokens[call->s->start[PADDING_INDEX]].u.i);
+}
+
+static node_call call_of(const exec *x, const koila_instr *in, bool in_loop)
 {
     node_call call;
     call.n = in->id;
@@ -496,6 +511,33 @@ int koila__exec_node(exec *x, const koila_instr *in, bool in_loop)
     call.steal = in->steal;
     call.info = koila_node_get(x->g, in->id);
     call.s = koila_sig_get(x->table, call.info.sig);
+    return call;
+}
+
+int koila__exec_add_onto(exec *x, const koila_instr *in, bool in_loop)
+{
+    node_call call = call_of(x, in, in_loop);
+    PyObject *to = in_loop ? x->acc[in->user] : x->whole[in->user];
+    call.inputs = call.few_inputs;
+    koila_assert(call.s->n_inputs == 2 && call.s->n_outputs == 1 && !call.s->n_writes);
+    x->n_run++;
+    if (find_inputs(x, &call) < 0)
+        return -1;
+    for (uint32_t i = 0; i < call.s->n_inputs; i++)
+        if (!call.inputs[i])
+            return missing_input(x, &call, i);
+    if (koila__lines_enabled && x->tape)
+        work_for_line(x, call.n);
+    PyObject *sum = koila__exec_seen_as(x, to, in->user, call.info.first_output);
+    PyObject *done = sum ? added_onto(x, &call, sum) : NULL;
+    Py_XDECREF(sum);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+int koila__exec_node(exec *x, const koila_instr *in, bool in_loop)
+{
+    node_call call = call_of(x, in, in_loop);
     call.inputs = call.few_inputs;
     call.outputs = call.few_outputs;
     return !in_loop && is_simple(x, in, call.s, call.inputs) ? run_simple(x, &call)

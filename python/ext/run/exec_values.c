@@ -192,6 +192,37 @@ int koila__exec_add(exec *x, koila_value v, bool owned)
     return 0;
 }
 
+PyObject *koila__exec_seen_as(const exec *x, PyObject *t, koila_value from, koila_value to)
+{
+    const koila_meta_info *m = koila__exec_meta(x, to);
+    if (koila_value_get(x->g, from).meta == koila_value_get(x->g, to).meta)
+        return Py_NewRef(t);
+    koila__hold_ids();
+    PyObject *size = koila__ints_object(m->size, m->n_dims);
+    PyObject *stride = koila__ints_object(m->stride, m->n_dims);
+    koila__release_ids();
+    PyObject *seen = size && stride ? PyObject_CallFunctionObjArgs(koila__torch.as_strided, t, size,
+                                                                   stride, NULL)
+                                    : NULL;
+    Py_XDECREF(size);
+    Py_XDECREF(stride);
+    return seen;
+}
+
+int koila__exec_take_addend(exec *x, const koila_instr *in)
+{
+    const koila_value from = koila_node_get(x->g, in->id).first_output;
+    PyObject *seen = koila__exec_seen_as(x, x->local[from], from, in->user);
+    Py_CLEAR(x->local[from]);
+    if (!seen)
+        return -1;
+    koila_assert(!x->local[in->user]);
+    x->local[in->user] = seen;
+    const int status = koila__exec_add(x, in->user, true);
+    Py_CLEAR(x->local[in->user]);
+    return status;
+}
+
 int koila__exec_keep(exec *x, koila_value v)
 {
     if (koila__exec_is_absent(x, v) && koila__exec_make_absent(x, v) < 0)

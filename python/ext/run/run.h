@@ -37,8 +37,9 @@ extern struct koila__torch_calls {
     /* aten overloads' _op */
     PyObject *as_strided, *narrow, *copy_, *add_, *clone, *empty_strided, *maximum, *minimum,
         *unflatten, *flatten, *cat, *to_copy, *mul_, *zero_, *squeeze_dims;
-    PyObject *add_on;   /* koila._run.add_on: as `add_`, in half the time */
-    PyObject *oom_type; /* torch.OutOfMemoryError */
+    PyObject *add_on;                       /* koila._run.add_on: as `add_`, in half the time */
+    PyObject *addmm_, *baddbmm_, *add_rows; /* of koila._run */
+    PyObject *oom_type;                     /* torch.OutOfMemoryError */
     /* koila._run.guards(): its result holds the mode guards while it lives */
     PyObject *guards;
     PyObject *skip_next;     /* torch._C._set_skip_next_torch_function; NULL: torch is older */

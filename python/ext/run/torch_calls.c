@@ -54,6 +54,9 @@ static bool look_up_all(PyObject *torch, PyObject *aten, PyObject *mine)
     return look_up(&koila__torch.oom_type, torch, "OutOfMemoryError") &&
            look_up(&koila__torch.guards, mine, "guards") &&
            look_up(&koila__torch.add_on, mine, "add_on") &&
+           look_up(&koila__torch.addmm_, mine, "addmm_") &&
+           look_up(&koila__torch.baddbmm_, mine, "baddbmm_") &&
+           look_up(&koila__torch.add_rows, mine, "add_rows") &&
            look_up(&koila__torch.pseudo, mine, "PSEUDO") &&
            look_up(&koila__torch.direct_schema, mine, "direct_schema") &&
            look_up(&koila__torch.version, mine, "VERSION") &&
