@@ -559,11 +559,15 @@ static koila_status climb(const koila__planning *q, const koila__way *base, rung
     return KOILA_OK;
 }
 
+/* Other ends of the forward pass than that at which the step holds the most. */
+enum { MOST_OTHER_TURNS = 2 };
+
 /* Results of `base`, which is scheduled, are dropped; its forward pass ends with node `at`. *bound:
  * no choice of them needs less; 0: not known. asks_bound: choices that cannot fit are made for it.
- * *is_small: a step of few calls, in reach of the budget. */
+ * *n_others: how many other ends may be worth trying. */
 static koila_status drop_up_to(const koila__planning *q, const koila__way *base, koila_node at,
-                               koila__way *best, bool asks_bound, uint64_t *bound, bool *is_small)
+                               koila__way *best, bool asks_bound, uint64_t *bound,
+                               uint32_t *n_others)
 {
     const uint64_t budget = q->options->budget_bytes;
     rungs r = no_rungs(q, base);
@@ -571,8 +575,12 @@ static koila_status drop_up_to(const koila__planning *q, const koila__way *base,
     koila_status status = make_rungs(q, base, at, &r);
     if (status == KOILA_OK) {
         *bound = r.all.n ? least_of(&r) : 0;
-        *is_small = is_small_step(&r) && !koila__outline_is_hopeless(r.usual, *bound, budget);
         status = climb(q, base, &r, best);
+        const bool is_missed =
+            q->by_rows && base->schedule.n_loops > 0 && !(best->placed && best->accepted);
+        *n_others = 0;
+        if (!koila__outline_is_hopeless(r.usual, *bound, budget))
+            *n_others = is_small_step(&r) ? MOST_OTHER_TURNS : is_missed;
     }
     free_rungs(&r);
     return status;
@@ -599,8 +607,8 @@ static bool see_valley(void *user, uint32_t stage, koila_node node, uint64_t byt
 }
 
 /* Where else than at `highest` may the forward pass of `base` end? With the first result; and where
- * the least is held from there on: what waits there for its next use waits for long. turns[2];
- * returns how many there are. */
+ * the least is held from there on: what waits there for its next use waits for long.
+ * turns[MOST_OTHER_TURNS]; returns how many there are. */
 static uint32_t other_turns(const koila__planning *q, const koila__way *base, koila_node highest,
                             koila_node *turns)
 {
@@ -620,21 +628,23 @@ static uint32_t other_turns(const koila__planning *q, const koila__way *base, ko
 }
 
 /* Results of `base`, which is scheduled, are dropped. The forward pass ends where the step holds
- * the most; in a small step other ends are tried too. asks_bound, *bound: as drop_up_to(). */
+ * the most; other ends are tried too in a small step, and one in a large step in slices that does
+ * not fit so: sums that take no second addend move the most into the backward pass there.
+ * asks_bound, *bound: as drop_up_to(). */
 static koila_status drop_of(const koila__planning *q, const koila__way *base, koila__way *best,
                             bool asks_bound, uint64_t *bound)
 {
     const koila_node highest = koila__way_peak_node(q, base);
-    koila_node turns[2];
-    bool is_small;
+    koila_node turns[MOST_OTHER_TURNS];
+    uint32_t n_others = 0, n_more;
     *bound = 0;
     if (highest == KOILA_NONE)
         return KOILA_OK;
-    KOILA_TRY(drop_up_to(q, base, highest, best, asks_bound, bound, &is_small));
-    const uint32_t n = is_small ? other_turns(q, base, highest, turns) : 0;
-    for (uint32_t i = 0; i < n; i++) {
+    KOILA_TRY(drop_up_to(q, base, highest, best, asks_bound, bound, &n_others));
+    const uint32_t n = n_others ? other_turns(q, base, highest, turns) : 0;
+    for (uint32_t i = 0; i < n && i < n_others; i++) {
         uint64_t other;
-        KOILA_TRY(drop_up_to(q, base, turns[i], best, false, &other, &is_small));
+        KOILA_TRY(drop_up_to(q, base, turns[i], best, false, &other, &n_more));
         *bound = other < *bound ? other : *bound;
     }
     return KOILA_OK;
