@@ -48,6 +48,24 @@ static PyObject *ask_of(const char *module, const char *what, int index)
 
 PyObject *koila__gpu_ask(const char *what, int index) { return ask_of("koila._cuda", what, index); }
 
+/* The index that koila._cuda.index_of has for this device. Also for the CPU: a step there has a GPU
+ * in test_cuda_planning.py. */
+static int index_of(uint16_t code)
+{
+    static PyObject *module; /* looked up once: each step asks */
+    if (!module)
+        module = PyImport_ImportModule("koila._cuda");
+    PyObject *function = module ? koila__attribute(module, "index_of") : NULL;
+    PyObject *number = function ? PyLong_FromLong(code) : NULL;
+    PyObject *r = number ? PyObject_CallOneArg(function, number) : NULL;
+    const long index = r ? PyLong_AsLong(r) : -1;
+    Py_XDECREF(r);
+    Py_XDECREF(number);
+    Py_XDECREF(function);
+    PyErr_Clear();
+    return index >= 0 && index < 255 ? (int)index : -1;
+}
+
 int koila__gpu_of(const koila_graph *g)
 {
     uint16_t code = 0;
@@ -57,12 +75,7 @@ int koila__gpu_of(const koila_graph *g)
         if (x.node == KOILA_NONE && d > code && d >> 8 == 1)
             code = d;
     }
-    /* also of a step on the CPU, for which test_cuda_planning.py has a GPU that is none */
-    PyObject *r = koila__gpu_ask("index_of", code);
-    const long index = r ? PyLong_AsLong(r) : -1;
-    Py_XDECREF(r);
-    PyErr_Clear();
-    return index >= 0 && index < 255 ? (int)index : -1;
+    return index_of(code);
 }
 
 /* What a device and its allocator were like when the driver was asked last. */
