@@ -213,3 +213,21 @@ def test_each_asyncio_task_has_its_own(case):
         return await asyncio.gather(work(3), work(5))
 
     assert asyncio.run(main()) == [[3, 1, 3, 2, 3, 3], [5, 1, 5, 2, 5, 3]]
+
+
+def asked_from(file, line):
+    """What `asked_at` tells of a value that is read there."""
+    program = "\n" * (line - 1) + "float(lazy(torch.ones(2, 2)).sum())"
+    exec(compile(program, file, "exec"), {"lazy": lazy, "torch": torch})
+    return koila.last_plan().asked_at
+
+
+@pytest.mark.parametrize("n", [1, 9, 10, 12345, 99999])
+def test_lines_of_any_number_are_told(n):
+    assert asked_from("/somewhere/program.py", n) == f"/somewhere/program.py:{n}"
+
+
+@pytest.mark.parametrize("n", [290, 297, 298, 299, 300, 400])
+def test_the_line_of_a_very_long_file_name_is_cut(n):
+    file = "/" + "x" * (n - 1)
+    assert asked_from(file, 12) == f"{file}:12"[:299]

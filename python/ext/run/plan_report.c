@@ -26,10 +26,26 @@ PyObject *koila__shape_of(const koila_meta_info *m)
     return t;
 }
 
+/* Without printf, which is much code for what each step does once. */
 void koila__line_text(const koila_graph *g, uint32_t line, char *out, size_t n)
 {
-    if (line != KOILA_NONE)
-        snprintf(out, n, "%s:%u", koila_graph_line_file(g, line), koila_graph_line_number(g, line));
+    char number[16];
+    size_t at = sizeof number;
+    if (line == KOILA_NONE || !n)
+        return;
+    uint32_t rest = koila_graph_line_number(g, line);
+    number[--at] = '\0';
+    do
+        number[--at] = (char)('0' + rest % 10);
+    while (rest /= 10);
+    number[--at] = ':';
+    const char *file = koila_graph_line_file(g, line);
+    const size_t n_file = strnlen(file, n - 1), n_rest = sizeof number - at;
+    memcpy(out, file, n_file);
+    out[n_file] = '\0';
+    const size_t room = n - n_file;
+    memcpy(out + n_file, number + at, n_rest < room ? n_rest : room);
+    out[n - 1] = '\0';
 }
 
 /* "file.py:12" of a lowered node, "" when unknown. */
