@@ -266,7 +266,8 @@ def avg_pool_rows(
     first: int,
     n: int,
 ) -> Any:
-    pool = _Pool.of(x.shape[dim], dim - (x.dim() - len(kernel)), kernel, stride, padding)
+    size = begin + x.shape[dim]  # where x ends there is no row beyond that a window sees
+    pool = _Pool.of(size, dim - (x.dim() - len(kernel)), kernel, stride, padding)
     window = pool.first_window(first)
     low = window * pool.stride
     call = aten.avg_pool2d if len(kernel) == 2 else aten.avg_pool3d

@@ -14,7 +14,15 @@ from torch import nn
 
 import koila
 from koila import _spatial_rows
-from koila._spatial_rows import conv_rows, pad_rows, pad_rows_backward
+from koila._spatial_rows import (
+    avg_pool_rows,
+    avg_pool_rows_backward,
+    conv_rows,
+    max_pool_rows,
+    max_pool_rows_backward,
+    pad_rows,
+    pad_rows_backward,
+)
 
 H = 12  # rows of an image
 # torch writes bilinear upsampling and replication out as indexing, which is gathered
@@ -115,6 +123,36 @@ POOLS_APART = {
     "maxima with a gap": lambda: nn.MaxPool2d(1, 2),
     "means": lambda: nn.AvgPool2d(2),
 }
+
+
+@pytest.mark.parametrize("stride", [2, 3])
+def test_any_rows_of_a_pool_of_rows_of_its_input(stride):
+    """Windows that lie apart are given the rows that they see, and no others."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 4 * stride, 5).double().requires_grad_()
+    window = [2, 1], [stride, 1], [0, 0]
+    means = nn.functional.avg_pool2d(x, *window)
+    maxima, at = nn.functional.max_pool2d(x, *window, return_indices=True)
+    grad = torch.randn_like(means)
+    gx = [torch.autograd.grad(y, x, grad)[0] for y in (means, maxima)]
+    for first in range(4):
+        for n in range(1, 4 - first + 1):
+            begin, rows = first * stride, n * stride
+            some, made = slice(begin, begin + rows), slice(first, first + n)
+            seen, g = x.detach()[:, :, some], grad[:, :, made]
+            mean, most = (False, True, None), ([1, 1], False, 4 * stride)
+            got = avg_pool_rows(seen, *window, *mean, 2, begin, first, n)
+            torch.testing.assert_close(got, means[:, :, made], rtol=0, atol=0)
+            got, places = max_pool_rows(seen, *window, *most, 2, begin, first, n)
+            torch.testing.assert_close(got, maxima[:, :, made], rtol=0, atol=0)
+            assert torch.equal(places, at[:, :, made])
+            sizes = [4 * stride, 5]
+            back = avg_pool_rows_backward(g, *window, *mean, sizes, 2, first, begin, rows)
+            torch.testing.assert_close(back, gx[0][:, :, some])
+            back = max_pool_rows_backward(g, places, *window, [1, 1], sizes, 2, first, begin, rows)
+            torch.testing.assert_close(back, gx[1][:, :, some])
+
+
 UP = {
     "nearest, threefold": lambda: nn.Upsample(scale_factor=3),
     "bilinear": lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
