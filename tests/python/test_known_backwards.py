@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from memory_helpers import installed, only
 from program_generator import Refused, compare, run
 from torch import nn
 from torch.nn import functional as F
@@ -336,6 +337,34 @@ def test_a_weight_written_before_the_backward_is_refused_as_by_torch():
         model.layers[3].weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.skipif(not installed(), reason="torch's CPU memory cannot be counted here")
+@pytest.mark.about_the_cpu("what is too large for a budget is computed again")
+def test_weights_written_between_two_backwards_of_a_step_are_told_apart():
+    """As by an optimizer, between the critic's backward and the generator's. The first backward
+    left transposes of weights, of which torch tells no graph any more once these were written."""
+    images = torch.randn(8, 512, 4, dtype=torch.float64)
+
+    def step(wrap, room):
+        torch.manual_seed(1)
+        maker, critic = (
+            nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, n)).double() for n in (4, 1)
+        )
+        with only(room):  # the images that were made are not kept
+            made = maker(wrap(images))
+            critic(made.detach()).mean().backward()
+            with torch.no_grad():
+                for p in critic.parameters():
+                    p.mul_(0.5)
+            scores = critic(made)
+        scores.mean().backward()
+        return [*gradients(maker), *gradients(critic)]
+
+    expected = step(lambda t: t, 1 << 30)
+    for _ in range(3):
+        for e, got in zip(expected, step(lazy, 130 << 10), strict=True):
+            torch.testing.assert_close(got, e, rtol=1e-12, atol=1e-15)
 
 
 def test_nothing_that_was_saved_outlives_a_known_backward():

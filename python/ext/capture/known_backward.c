@@ -131,38 +131,43 @@ static koila_value value_in(const koila__tape *t, PyObject *o)
 }
 
 /* Adds the node that computed real tensor `t` to the list, unless it is one of autograd's leaves,
- * or the transpose of one, which every linear layer makes. -1 + error */
+ * or the transpose of one, which every linear layer makes. 1; 0: torch does not tell it, for what t
+ * is a view of was written since (by an optimizer, between two backwards of a tape); -1 + error */
 static int add_plain_node(PyObject *t, PyObject *nodes)
 {
     PyObject *node = koila__attribute(t, "grad_fn");
-    int rc = node ? 0 : -1;
-    if (node && node != Py_None && !koila__form_is_transpose(node))
-        rc = PyList_Append(nodes, node);
+    int rc = node ? 1 : -1;
+    if (!node && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        PyErr_Clear();
+        rc = 0;
+    }
+    if (node && node != Py_None && !koila__form_is_transpose(node) &&
+        PyList_Append(nodes, node) < 0)
+        rc = -1;
     Py_XDECREF(node);
     return rc;
 }
 
-/* New list of the nodes that computed the tape's real leaves from plain tensors. */
-static PyObject *plain_nodes(const koila__tape *t)
+/* *nodes: new list of the nodes that computed the tape's real leaves from plain tensors. 1; 0: they
+ * cannot be told; -1 + error */
+static int plain_nodes(const koila__tape *t, PyObject **nodes)
 {
-    PyObject *nodes = PyList_New(0);
+    *nodes = PyList_New(0);
+    int rc = *nodes ? 1 : -1;
     const uint32_t n = koila_graph_n_values(t->graph);
-    for (koila_value v = 0; v < n && nodes; v++)
-        if (koila_value_get(t->graph, v).node == KOILA_NONE && t->values[v].real &&
-            add_plain_node(t->values[v].real, nodes) < 0)
-            Py_CLEAR(nodes);
-    return nodes;
+    for (koila_value v = 0; v < n && rc > 0; v++)
+        if (koila_value_get(t->graph, v).node == KOILA_NONE && t->values[v].real)
+            rc = add_plain_node(t->values[v].real, *nodes);
+    return rc;
 }
 
 /* What they compute: q->plain, and *saved, a new list of the tensors that they have saved, or NULL.
  * 1; 0: it cannot be told; -1 + error. */
 static int ask_plain(question *q, const koila__tape *t, PyObject **saved)
 {
-    PyObject *nodes = plain_nodes(t);
-    if (!nodes)
-        return -1;
-    int rc = 1;
-    if (PyList_GET_SIZE(nodes)) {
+    PyObject *nodes;
+    int rc = plain_nodes(t, &nodes);
+    if (rc > 0 && PyList_GET_SIZE(nodes)) {
         PyObject *told = koila__ask("plain_part", nodes, NULL, NULL);
         rc = told ? told != Py_None : -1;
         if (rc > 0 && !PyArg_ParseTuple(told, "UO!", &q->plain, &PyList_Type, saved))
@@ -173,7 +178,7 @@ static int ask_plain(question *q, const koila__tape *t, PyObject **saved)
         }
         Py_XDECREF(told);
     }
-    Py_DECREF(nodes);
+    Py_XDECREF(nodes);
     return rc;
 }
 
