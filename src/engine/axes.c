@@ -189,6 +189,33 @@ static uint32_t turned_into(const koila_graph *g, koila_value v, uint32_t n_dims
     return m->size[dim] % size == 0 || size % m->size[dim] == 0 ? dim : 0;
 }
 
+/* Is value `v` a factor beside an image of n_dims that is cut along `dim`: plain, or the same all
+ * along it? */
+static bool is_factor(const koila_graph *g, koila_value v, uint32_t n_dims, uint32_t dim)
+{
+    const koila_value_info *info = &g->values.at[v];
+    if (info->meta == KOILA_NONE || (info->node == KOILA_NONE && !is_batched(g, v)))
+        return true;
+    const koila_meta_info *m = koila__value_meta(g, v);
+    return m->n_dims + dim < n_dims ||
+           (m->n_dims <= n_dims && m->size[m->n_dims + dim - n_dims] == 1);
+}
+
+/* The first input of a call that is an image, see find_images(), with factors at most before it;
+ * KOILA_NONE: there is none. */
+static koila_value image_into(const koila_graph *g, koila_node n, const uint8_t *dim)
+{
+    const koila_sig_info *s = koila__node_sig(g, n);
+    const koila_value *in = &g->inputs.at[g->nodes.at[n].first_input];
+    uint32_t i = 0;
+    while (i < s->n_inputs && !dim[in[i]])
+        i++;
+    for (uint32_t before = 0; before < i && i < s->n_inputs; before++)
+        if (!is_factor(g, in[before], koila__value_meta(g, in[i])->n_dims, dim[in[i]]))
+            return KOILA_NONE;
+    return i < s->n_inputs ? in[i] : KOILA_NONE;
+}
+
 /* dim[values]: the dimension of that size of an image, of leaves; else 0. */
 static void find_images(const koila_graph *g, int64_t size, uint8_t *dim)
 {
@@ -208,8 +235,8 @@ static int64_t common_rows(const koila_graph *g, int64_t size, uint8_t *dim)
     for (koila_node n = 0; n < g->nodes.n; n++) {
         const koila_sig_info *s = koila__node_sig(g, n);
         const koila_node_info *info = &g->nodes.at[n];
-        const koila_value from = s->n_inputs ? g->inputs.at[info->first_input] : 0;
-        if (!s->n_inputs || !dim[from])
+        const koila_value from = image_into(g, n, dim);
+        if (from == KOILA_NONE)
             continue;
         const koila_meta_info *m = koila__value_meta(g, from);
         for (uint32_t o = 0; o < s->n_outputs; o++) {
@@ -244,8 +271,8 @@ static void find_other_lengths(const koila_graph *g, koila__axis *axis, uint8_t 
     for (koila_node n = 0; n < g->nodes.n; n++) {
         const koila_sig_info *s = koila__node_sig(g, n);
         const koila_node_info *info = &g->nodes.at[n];
-        const koila_value from = s->n_inputs ? g->inputs.at[info->first_input] : 0;
-        if (!s->n_inputs || !dim[from])
+        const koila_value from = image_into(g, n, dim);
+        if (from == KOILA_NONE)
             continue;
         const uint32_t d = dim[from];
         const koila_meta_info *m = koila__value_meta(g, from);

@@ -297,6 +297,19 @@ def test_lengths_that_are_no_multiples_are_rows_of_axes_of_their_own(name):
     assert gathered and all("_rows" in o for o in gathered), gathered
 
 
+def noised(m, x):
+    """As in diffusion: a factor for each image, which comes first."""
+    share = torch.linspace(0.2, 0.9, len(x), dtype=x.dtype)[:, None, None, None]
+    return m(share * x + (1 - share) * x.flip(0)).square().mean()
+
+
+@pytest.mark.parametrize("height", [16, 17])
+def test_an_image_behind_a_factor_is_cut_through_all_its_lengths(height):
+    layers = [nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, 2, 1), nn.Conv2d(4, 3, 3, 2, 1)]
+    gathered = check(lambda: copy.deepcopy(nn.Sequential(*layers)), (2, 3, height, 7), loss=noised)
+    assert gathered and gathered <= ROWS, gathered
+
+
 class OddUNet(nn.Module):
     def __init__(self):
         super().__init__()
