@@ -1,6 +1,7 @@
 /* rules_windows.c — convolutions: each result is a sum over a window of the input.
  *
- * Images of the batch are independent. Along a spatial dimension that is cut, there are two cases:
+ * Images of the batch are independent, where they are not taken for channels. Along a spatial
+ * dimension that is cut, there are two cases:
  *   windows that do not overlap   (as wide as their stride or narrower, no padding: patches, 1 x 1,
  *                                 the way up of a U-Net) a slice of the input gives a slice of the
  *                                 result, as the batch does
@@ -182,6 +183,31 @@ static bool convolution_rows(koila__case *c, uint32_t bias)
     return true;
 }
 
+/* The rows of the batch as channels, as in the gradient of a gradient, which takes a convolution's
+ * gradient for the weight of another one: channels of the input are summed over, those of the
+ * weight alone are the result's. */
+static bool convolution_channels(koila__case *c)
+{
+    bool transposed;
+    int64_t groups;
+    if (!koila__arg_bool(c, 6, false, &transposed) || !koila__arg_int(c, 8, 1, &groups) ||
+        groups != 1 || c->n_in != 2)
+        return false;
+    const uint32_t summed = transposed ? 0 : 1;
+    const koila_placement x = c->in[0];
+    const koila_placement weight = c->in[1];
+    if (koila__is_s(x) ? x.dim == 1 : koila__is_s(weight) && weight.dim == summed) {
+        const koila_placement p = koila__is_s(x) ? x : weight;
+        return koila__need(c, 0, koila__moved(p, 1)) &&
+               koila__need(c, 1, koila__moved(p, summed)) &&
+               koila__out_all(c, koila__p(c, KOILA_SUM));
+    }
+    if (koila__is_s(x) || !koila__is_s(weight) || weight.dim != 1 - summed)
+        return false;
+    koila__need_r(c, 0);
+    return koila__need(c, 1, weight) && koila__out_all(c, koila__moved(weight, 1));
+}
+
 /* convolution(x[N, ...], weight, bias?, stride, padding, dilation, transposed, output_padding,
  * groups): linear in x, and in weight, without a bias */
 bool koila__rule_convolution(koila__case *c)
@@ -194,8 +220,8 @@ bool koila__rule_convolution(koila__case *c)
                          (koila__is_sum(c->in[1]) && koila__is_r(c->in[0]));
         return one && bias == KOILA_NONE && koila__out_all(c, koila__p(c, KOILA_SUM));
     }
-    if (!koila__is_s(c->in[0]))
-        return false;
+    if (!koila__is_s(c->in[0]) || c->in[0].dim == 1)
+        return convolution_channels(c);
     if (c->in[0].dim != 0)
         return convolution_rows(c, bias);
     for (uint32_t i = 1; i < c->n_in; i++)
@@ -268,6 +294,29 @@ static bool convolution_backward_rows(koila__case *c, koila_placement lead)
     return true;
 }
 
+/* Of convolution_channels(). */
+static bool convolution_backward_channels(koila__case *c)
+{
+    bool transposed;
+    int64_t groups;
+    if (!koila__arg_bool(c, 7, false, &transposed) || !koila__arg_int(c, 9, 1, &groups) ||
+        groups != 1 || c->out_meta[2])
+        return false;
+    const uint32_t summed = transposed ? 0 : 1;
+    const koila_placement grad = c->in[0];
+    const koila_placement x = c->in[1];
+    const bool sums = koila__is_s(x) && x.dim == 1 && koila__is_r(grad);
+    if (!sums && (!koila__is_s(grad) || grad.dim != 1 || !koila__is_r(x)))
+        return false;
+    const koila_placement weight = sums ? koila__moved(x, summed) : koila__moved(grad, 1 - summed);
+    if (c->out_meta[0])
+        c->out[0] = sums ? x : koila__p(c, KOILA_SUM);
+    if (c->out_meta[1])
+        c->out[1] = weight;
+    koila__need_r(c, sums ? 0 : 1);
+    return koila__need(c, sums ? 1 : 0, sums ? x : grad) && koila__need(c, 2, weight);
+}
+
 /* convolution_backward(grad, x, weight, bias_sizes?, ..., mask) -> gx, gw, gb */
 bool koila__rule_convolution_backward(koila__case *c)
 {
@@ -279,6 +328,8 @@ bool koila__rule_convolution_backward(koila__case *c)
                koila__out_all(c, koila__p(c, KOILA_SUM));
     if (lead == KOILA_NONE)
         return false;
+    if (c->in[lead].dim == 1)
+        return convolution_backward_channels(c);
     if (c->in[lead].dim != 0)
         return convolution_backward_rows(c, c->in[lead]);
     if (!koila__need(c, 0, c->in[lead]) || !koila__need(c, 1, c->in[lead]))

@@ -374,6 +374,54 @@ def hessian_vector(m, x, y):
     return sum((g * torch.linspace(-1, 1, g.numel(), dtype=D).view_as(g)).sum() for g in grads)
 
 
+@pytest.mark.parametrize("kind", ["windows", "strided", "transposed"])
+def test_the_gradient_penalty_of_a_convolution_gathers_nothing(kind):
+    """The gradient of a gradient takes images for channels of another convolution."""
+    layer = {
+        "windows": lambda: nn.Conv2d(3, 4, 3, padding=1),
+        "strided": lambda: nn.Conv2d(3, 4, 3, 2, padding=1, bias=False),
+        "transposed": lambda: nn.ConvTranspose2d(3, 4, 4, 2, padding=1),
+    }[kind]
+
+    def loss(m, x):
+        x = x.detach().requires_grad_()
+        h = m(x)
+        (g,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+        return h.square().mean() + (g.flatten(1).norm(dim=1) - 1).square().mean()
+
+    compare(
+        lambda: nn.Sequential(layer(), nn.SiLU(), nn.Conv2d(4, 5, 3), nn.Tanh()).double(),
+        lambda: (torch.randn(B, 3, 8, 6, dtype=D),),
+        loss,
+        gather_bytes_per_row=0,
+    )
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("of", ["summed", "made"])
+def test_rows_of_the_batch_may_be_channels_of_a_convolution(of, transposed):
+    """As the images and the window of one convolution, or in its window alone."""
+    made, summed = (1, 0) if transposed else (0, 1)  # channels: dimensions of the window
+
+    def loss(m, images, window):
+        window = m(window).transpose(0, summed if of == "summed" else made)
+        x = (
+            m(images).transpose(0, 1)
+            if of == "summed"
+            else images.mean() + m[0].weight.expand(2, 4, 5, 5)
+        )
+        none = [0, 0]
+        y = torch.convolution(x, window, None, [1, 1], [1, 1], [1, 1], transposed, none, 1)
+        return y.square().sum()
+
+    compare(
+        lambda: nn.Sequential(nn.Linear(5, 5), nn.Tanh()).double(),
+        lambda: (torch.randn(B, 2, 7, 5, dtype=D), torch.randn(B, 4, 3, 5, dtype=D)),
+        loss,
+        gather_bytes_per_row=0,
+    )
+
+
 cycles = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")  # torch's own
 
 
