@@ -152,13 +152,46 @@ bool koila__rule_im2col(koila__case *c)
     return koila__fits(c, c->out[0], c->out_meta[0]);
 }
 
+/* affine_grid_generator(theta[N, ...], [N, C, H, W], align_corners) -> grid[N, H, W, 2] */
+bool koila__rule_affine_grid(koila__case *c)
+{
+    if (koila__any_p(c) || c->n_in != 1 || !koila__is_s(c->in[0]) || c->in[0].dim != 0)
+        return false;
+    c->out[0] = c->in[0];
+    return koila__fits(c, c->out[0], c->out_meta[0]) && koila__fix_add(c, KOILA__FIX_SIZES, 1, 0);
+}
+
+/* Of grid_sampler() below: dimension d of a grid[N, H, W, 2] is d + 1 of its result. */
+static bool grid_rows(koila__case *c)
+{
+    const uint32_t grid = c->n_in - 1;
+    const bool is_backward = c->n_in == 3;
+    koila_placement p = c->in[grid];
+    if (!koila__is_s(p) && is_backward && koila__is_s(c->in[0]) && c->in[0].dim > 0)
+        p = koila__moved(c->in[0], c->in[0].dim - 1u);
+    if (c->n_in < 2 || !koila__is_s(p) || p.dim == 0 || p.dim + 1u >= c->in_meta[grid]->n_dims)
+        return false;
+    const koila_placement made = koila__moved(p, p.dim + 1u);
+    koila__need_r(c, grid - 1);
+    if (!koila__need(c, grid, p) || (is_backward && !koila__need(c, 0, made)))
+        return false;
+    if (!is_backward)
+        return koila__out_all(c, made);
+    for (uint32_t j = 0; j < c->n_out; j++)
+        if (c->out_meta[j])
+            c->out[j] = j == 0 ? koila__p(c, KOILA_SUM) : p;
+    return true;
+}
+
 /* grid_sampler(x[N, ...], grid[N, ...], ...) and backward (grad, x, grid, ..., mask): images of the
- * batch, each with its grid */
+ * batch, each with its grid; or rows of the grid, of a whole image */
 bool koila__rule_grid_sampler(koila__case *c)
 {
     const uint32_t lead = koila__lead(c);
-    if (koila__any_p(c) || lead == KOILA_NONE || c->in[lead].dim != 0)
+    if (koila__any_p(c) || lead == KOILA_NONE)
         return false;
+    if (c->in[lead].dim != 0)
+        return grid_rows(c);
     for (uint32_t i = 0; i < c->n_in; i++)
         if (!koila__need(c, i, c->in[lead]))
             return false;

@@ -30,6 +30,24 @@ bool koila__rule_images1(koila__case *c) { return images(c, 1); }
 bool koila__rule_images2(koila__case *c) { return images(c, 2); }
 bool koila__rule_images3(koila__case *c) { return images(c, 3); }
 
+/* ---- pixels that are channels */
+
+/* pixel_shuffle(x[..., C * k * k, H, W], k) -> [..., C, H * k, W * k], and back: a row is k rows */
+static bool pixels(koila__case *c, bool shuffle)
+{
+    int64_t k;
+    const koila_placement x = c->in[0];
+    if (koila__any_p(c) || c->n_in != 1 || !koila__is_s(x) || x.dim + 2u < c->in_meta[0]->n_dims)
+        return images(c, 3);
+    if (!koila__arg_int(c, 1, 1, &k) || k < 1 || (!shuffle && x.inner % k))
+        return false;
+    c->out[0] = x;
+    c->out[0].inner = shuffle ? x.inner * k : x.inner / k;
+    return koila__fits(c, c->out[0], c->out_meta[0]);
+}
+bool koila__rule_pixel_shuffle(koila__case *c) { return pixels(c, true); }
+bool koila__rule_pixel_unshuffle(koila__case *c) { return pixels(c, false); }
+
 /* ---- pooling along a spatial dimension */
 
 enum { MOST_SPATIAL = 3 };

@@ -491,6 +491,32 @@ def own_samples():
         yield lambda xx=xx, n=n: getattr(F, f"max_pool{n}d")(xx, 2).sum().backward()
     yield lambda: F.pixel_shuffle(r(5, 8, 3, 3, dtype=d, requires_grad=True), 2).sum().backward()
     yield lambda: F.pixel_unshuffle(r(5, 2, 4, 4, dtype=d, requires_grad=True), 2).sum().backward()
+    # rows of pixels; rows of a grid; images that are channels
+    yield lambda: F.pixel_shuffle(r(2, 8, 5, 3, dtype=d), 2)
+    yield lambda: F.pixel_unshuffle(r(2, 2, 10, 4, dtype=d), 2)
+    yield lambda: F.affine_grid(r(5, 2, 3, dtype=d), [5, 3, 4, 2], align_corners=False)
+    yield (
+        lambda: (
+            F.grid_sample(
+                r(2, 3, 4, 4, dtype=d, requires_grad=True),
+                r(2, 5, 3, 2, dtype=d, requires_grad=True),
+                align_corners=False,
+            )
+            .sum()
+            .backward()
+        )
+    )
+    for transposed, window in ((False, (3, 5)), (False, (5, 3)), (True, (5, 3)), (True, (3, 5))):
+        yield lambda transposed=transposed, window=window: (
+            torch.convolution(
+                r(2, window[not transposed], 4, 4, dtype=d, requires_grad=True),
+                r(*window, 2, 2, dtype=d, requires_grad=True),
+                None, [1, 1], [1, 1], [1, 1], transposed, [0, 0], 1,
+            )
+            .square()
+            .sum()
+            .backward()
+        )  # fmt: skip
     yield lambda: torch.ops.aten.native_channel_shuffle(r(5, 4, 3, 3, dtype=d), 2)
     yield lambda: torch.ops.aten.channel_shuffle(r(5, 4, 3, 3, dtype=d), 2)
     yield lambda: torch.ops.aten.take(r(4, 3, dtype=d), g(5, 2))

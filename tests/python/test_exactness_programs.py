@@ -397,6 +397,22 @@ def test_the_gradient_penalty_of_a_convolution_gathers_nothing(kind):
     )
 
 
+@pytest.mark.parametrize("sizes", [(5, 4), (3, 5, 4)])
+def test_a_spatial_transformer_is_cut(sizes):
+    def loss(m, x):
+        n = len(sizes)
+        theta = m(x.flatten(2).mean(2)).view(len(x), n, n + 1)
+        grid = F.affine_grid(theta, (len(x), 3, *sizes), align_corners=False)
+        return F.grid_sample(x, grid, align_corners=False).square().mean()
+
+    compare(
+        lambda: nn.Linear(3, len(sizes) * (len(sizes) + 1)).double(),
+        lambda: (torch.randn(B, 3, *sizes, dtype=D),),
+        loss,
+        gather_bytes_per_row=0,
+    )
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("of", ["summed", "made"])
 def test_rows_of_the_batch_may_be_channels_of_a_convolution(of, transposed):

@@ -213,6 +213,26 @@ def test_indices_of_maxima_count_the_whole_image():
     check(lambda: nn.Conv2d(3, 4, 1), (2, 3, 16, 8), loss=loss)
 
 
+@pytest.mark.parametrize("name", ["up", "down"])
+def test_pixels_that_are_channels_are_cut(name):
+    layers = {
+        "up": lambda: [nn.Conv2d(3, 8, 1), nn.Tanh(), nn.PixelShuffle(2), nn.Conv2d(2, 4, 1)],
+        "down": lambda: [nn.Conv2d(3, 4, 1), nn.PixelUnshuffle(2), nn.Tanh(), nn.Conv2d(16, 3, 1)],
+    }[name]
+    assert not check(lambda: nn.Sequential(*layers(), nn.Tanh()), (2, 3, 16, 8))
+
+
+@pytest.mark.parametrize("needs_image", [False, True])
+def test_rows_of_a_grid_are_taken_from_a_whole_image(needs_image):
+    def loss(m, x):
+        offsets = m(x)[:, :2].movedim(1, -1)
+        taken = nn.functional.grid_sample(m(x) if needs_image else x, offsets, align_corners=False)
+        return taken.square().mean()
+
+    gathered = check(lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.Tanh()), (2, 3, 16, 7), loss=loss)
+    assert gathered <= {"aten::grid_sampler_2d", "aten::grid_sampler_2d_backward"}, gathered
+
+
 NORMS = {
     "groups": lambda: nn.GroupNorm(2, 4),
     "one group": lambda: nn.GroupNorm(1, 4, affine=False),
