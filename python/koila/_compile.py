@@ -33,7 +33,9 @@ _Traced = tuple[torch.fx.GraphModule, list[torch.Tensor]]
 
 
 class _Work:
-    """What is to be compiled, by one thread, which ends when there is nothing more."""
+    """What is to be compiled, by one thread, which ends when there is nothing more, or with the
+    program. That waits for what is being compiled: a thread that the interpreter stops while it is
+    in Inductor's C++ aborts the process."""
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
@@ -45,7 +47,7 @@ class _Work:
             self._asked.put((body, traced))
             self._n_left += 1
             if self._n_left == 1:
-                threading.Thread(target=self._run, name="koila compiles", daemon=True).start()
+                threading.Thread(target=self._run, name="koila compiles", daemon=False).start()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until all that was asked for is compiled."""
@@ -57,6 +59,8 @@ class _Work:
             self._one(*self._asked.get())
             with self._lock:
                 self._n_left -= 1
+                if not threading.main_thread().is_alive():  # the program is over
+                    self._n_left, self._asked = 0, queue.SimpleQueue()
                 self._lock.notify_all()
                 if not self._n_left:
                     return

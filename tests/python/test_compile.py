@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 import zoo
+from helpers import run_python
 from memory_helpers import installed
 from torch import nn
 from torch._inductor.decomposition import select_decomp_table
@@ -690,6 +691,28 @@ def test_while_inductor_traces_other_threads_call_what_they_like(instead, monkey
             is_done.set()
             assert _compile.wait(60)
     assert len(found) == 4
+
+
+def test_a_program_that_ends_waits_for_what_is_being_compiled_and_no_more():
+    """The interpreter stops other threads where they take the GIL again, and aborts the process if
+    that is in C++."""
+    out = run_python("""
+        import time
+
+        from koila import _compile, _core
+
+        def compiled(*traced):
+            print("begun", flush=True)
+            time.sleep(0.5)
+            print("compiled", flush=True)
+
+        _compile._compiled, _core.body_is = compiled, lambda body, function: None
+        for _ in range(3):
+            _compile._work.add(object(), (None, []))
+        print("the end", flush=True)
+    """)
+    assert sorted(out.split("\n")[:-1]) == ["begun", "compiled", "the end"]
+    assert out.endswith("compiled\n")
 
 
 def test_loops_wait_while_something_else_is_compiled(instead):
