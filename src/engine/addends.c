@@ -16,8 +16,8 @@
  * what the first one left: Note [Second terms] there. */
 #include "engine/addends.h"
 
-#include "engine/share.h"
 #include "base/vec.h"
+#include "engine/share.h"
 #include "graph/table.h"
 #include "placement/rules.h"
 
@@ -113,16 +113,6 @@ bool koila__adds_onto(const koila_table *t, const koila_sig_info *s)
     return is_product || rule == koila__rule_embedding_backward;
 }
 
-/* Can the call of node n add its result to the accumulator? Not to a wider one. */
-static bool adds_onto_sum(const finder *f, koila_node n)
-{
-    const koila_sig_info *s = koila__node_sig(f->g, n);
-    const koila_dtype dtype = koila__meta(f->g->table, s->outputs[0])->dtype;
-    const koila_share share = koila__share_of(f->p->value[f->g->nodes.at[n].first_output]);
-    return koila_accumulator_dtype(dtype, share, false) == dtype &&
-           koila__adds_onto(f->g->table, s);
-}
-
 /* v is a call's only result, on memory of its own. */
 static bool is_addend(finder *f, koila_value v)
 {
@@ -135,7 +125,9 @@ static bool is_addend(finder *f, koila_value v)
         op->flags & (KOILA_OP_VIEW | KOILA_OP_RANDOM | KOILA_OP_OPAQUE) || op->facts & odd ||
         !koila_meta_is_dense(koila__value_meta(f->g, v)))
         return false;
-    return note(f, v, adds_onto_sum(f, n) ? KOILA__ADDEND_ONTO : KOILA__ADDEND);
+    /* nothing is added to a wider accumulator while it is computed */
+    const bool is_onto = koila__adds_onto(f->g->table, s) && !koila__accumulates_wider(f->p, v);
+    return note(f, v, is_onto ? KOILA__ADDEND_ONTO : KOILA__ADDEND);
 }
 
 /* Follows what v, which a loop makes whole, is made of. *n_addends: calls that make addends. False:

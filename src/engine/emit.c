@@ -293,7 +293,7 @@ static koila__event_kind emit_collect(work_state *w, koila_value v, uint32_t num
         /* what is added to earlier rows' sum must not become the accumulator */
         const bool own = owns_storage(w, v, number) && !koila__adds_on(w->p, v);
         const koila_placement x = w->p->value[v];
-        const bool wide = koila_accumulator_dtype(m->dtype, koila__share_of(x), false) != m->dtype;
+        const bool wide = koila__accumulates_wider(w->p, v);
         if (x.kind == KOILA_S) {
             emit(w, (koila_instr){
                         .kind = KOILA_DO_PUT, .flags = own ? KOILA_INSTR_OWNED : 0, .id = v });
@@ -491,11 +491,10 @@ static void count_addends(work_state *w, const koila_node *order, uint32_t n_ord
 static void end_addend(work_state *w, const emission *x)
 {
     const koila_value v = w->span[x->n].out;
-    const koila_dtype dtype = koila__value_meta(w->g, v)->dtype;
     const koila_value first = w->first_term[v];
     if (w->p->addends[v].to != v)
         return;
-    w->any_wide |= koila_accumulator_dtype(dtype, koila__share_of(w->p->value[v]), false) != dtype;
+    w->any_wide |= koila__accumulates_wider(w->p, v);
     koila_instr add = { .kind = KOILA_DO_ADD, .flags = KOILA_INSTR_TOLD, .id = v };
     if (first == KOILA_NONE)
         begin_value(w->whole, v, OWNER_COLLECTED);
@@ -522,9 +521,7 @@ static void add_up(work_state *w, const emission *x, bool is_first)
 {
     const koila_value v = w->span[x->n].out;
     const koila_value to = w->p->addends[v].to;
-    const koila_dtype dtype = koila__value_meta(w->g, v)->dtype;
-    const koila_share share = koila__share_of(w->p->value[v]);
-    const bool wide = koila_accumulator_dtype(dtype, share, false) != dtype;
+    const bool wide = koila__accumulates_wider(w->p, v);
     koila__event_kind how = KOILA__LOCAL_FREE;
     if (is_first && koila__adds_on(w->p, to))
         event(w, KOILA__ADD_CLONE, to);

@@ -733,7 +733,7 @@ koila_value koila__other_term(const work_state *w, koila_value v)
         return KOILA_NONE;
     const koila_meta_info *m = koila__value_meta(w->g, v);
     const bool is_sum = made_in_loop(w, v) && x->kind == KOILA_P && x->combine == KOILA_SUM &&
-                        koila_accumulator_dtype(m->dtype, koila__share_of(*x), false) == m->dtype;
+                        !koila__accumulates_wider(w->p, v);
     const bool is_call = koila__is_second_addend(w->p, v) && (w->any_again || w->n_loops);
     if (w->any_foreign || next_use_of(w, u) || w->is_result[v] || w->use[v] != KOILA_NONE ||
         (is_sum ? u->local : !is_call))

@@ -2,6 +2,8 @@
  * dtype a partial sum is accumulated, and whether a slice of a whole value is a view. */
 #include "engine/share.h"
 
+#include "graph/table.h"
+
 koila_share koila__share_of(koila_placement x)
 {
     koila_share s = { .axis = x.axis, .dim = x.dim, .outer = x.outer, .inner = x.inner };
@@ -31,4 +33,10 @@ koila_slice_kind koila_slice_form(const koila_meta_info *whole, koila_share cut,
         if (d != cut.dim && whole->size[d] > 1 && whole->stride[d] > whole->stride[cut.dim])
             return KOILA_SLICE_COPY;
     return KOILA_SLICE_VIEW;
+}
+
+bool koila__accumulates_wider(const koila__placed *p, koila_value v)
+{
+    const koila_dtype dtype = koila__value_meta(p->graph, v)->dtype;
+    return koila_accumulator_dtype(dtype, koila__share_of(p->value[v]), false) != dtype;
 }

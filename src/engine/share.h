@@ -6,5 +6,7 @@
 #include "placement/place.h"
 
 koila_share koila__share_of(koila_placement x);
+/* Is v of p->graph accumulated in a wider dtype, in slices that are not all rows? */
+bool koila__accumulates_wider(const koila__placed *p, koila_value v);
 
 #endif
