@@ -29,6 +29,7 @@
 #include "engine/drops.h"
 #include "engine/floor.h"
 #include "engine/least.h"
+#include "engine/narrow.h"
 #include "engine/outline.h"
 #include "engine/live.h"
 #include "engine/plan_costs.h"
@@ -258,9 +259,26 @@ static double time_so_far(const koila__planning *q)
 /* The step under one of them, and the best way to run it so. */
 struct koila__tried {
     koila__axis axis;
+    koila__retold retold;
+    bool is_narrowed; /* further axes are rows that are taken of it */
     koila__along view;
     koila__way way;
 };
+
+/* The step that is cut: as recorded, or narrowed. */
+static const koila_graph *graph_of(const koila__planning *q, const koila__tried *t)
+{
+    return t->retold.graph ? t->retold.graph : q->graph;
+}
+
+static void narrow_planning(const koila__tried *t, koila__planning *along)
+{
+    along->is_narrowed = t->is_narrowed;
+    if (!t->retold.graph)
+        return;
+    along->targets = t->retold.targets;
+    along->retold = &t->retold;
+}
 
 /* Planning along it; *options: room for its own. */
 static koila__planning planning_along(const koila__planning *q, const koila__tried *t,
@@ -274,6 +292,7 @@ static koila__planning planning_along(const koila__planning *q, const koila__tri
     along.options = options;
     along.graph = &t->view.graph;
     along.seeds = t->view.seeds;
+    narrow_planning(t, &along);
     along.largest_axis = t->axis.rows;
     along.dim = t->axis.dim;
     along.unit = unit;
@@ -285,6 +304,65 @@ static void untry(koila__planning *q, koila__tried *t)
 {
     koila__way_free(&t->way);
     koila__along_deinit(&t->view, &q->plan->mem);
+    koila__retold_deinit(&t->retold);
+}
+
+/* The step under the axis again. */
+static koila_status look_along(const koila__planning *q, koila__tried *t)
+{
+    koila__along_deinit(&t->view, &q->plan->mem);
+    t->view = (koila__along){ .n_values = 0 };
+    return koila__along_init(graph_of(q, t), &t->axis, &q->plan->mem, &t->view);
+}
+
+/* The step of *t is told anew, as *next, if that has a graph; *next is ended. */
+static koila_status retell(const koila__planning *q, koila__tried *t, koila__retold *next)
+{
+    koila_status status = KOILA_OK;
+    if (!next->graph)
+        return KOILA_OK;
+    if (!t->retold.graph) {
+        t->retold = *next;
+        return KOILA_OK;
+    }
+    status = koila__retold_again(&t->retold, q->n_targets, next);
+    koila__retold_deinit(next);
+    return status;
+}
+
+static const koila_value *targets_of(const koila__planning *q, const koila__tried *t)
+{
+    return t->retold.graph ? t->retold.targets : q->targets;
+}
+
+/* The step is narrowed along axis number `a` of *t. */
+static koila_status narrow_along(const koila__planning *q, uint16_t a, koila__tried *t)
+{
+    koila__retold next;
+    bool takes_rows;
+    koila__spend(q->effort, KOILA_COST_NS_PLACE, q->graph->nodes.n);
+    KOILA_TRY(koila__narrow(graph_of(q, t), &t->view, a, targets_of(q, t), q->n_targets,
+                            &q->plan->mem, &next, &takes_rows));
+    t->is_narrowed |= takes_rows;
+    KOILA_TRY(retell(q, t, &next));
+    return look_along(q, t);
+}
+
+/* *t: the step along that axis, and along those of what is taken of its rows. It is untried by the
+ * caller, also after a failure. */
+static koila_status begin_along(const koila__planning *q, const koila__axis *axis, koila__tried *t)
+{
+    *t = (koila__tried){ .axis = *axis };
+    if (axis->rows == axis->size && !axis->n_others)
+        koila__narrow_lengths(graph_of(q, t), &t->axis);
+    const uint32_t n_taken = t->axis.n_others - axis->n_others;
+    KOILA_TRY(look_along(q, t));
+    for (uint16_t a = 0; n_taken && a <= n_taken; a++)
+        KOILA_TRY(narrow_along(q, a, t));
+    if (!n_taken || t->is_narrowed)
+        return KOILA_OK;
+    t->axis = *axis; /* they are taken of something else */
+    return look_along(q, t);
 }
 
 static koila__least least_along(const koila__tried *t)
@@ -345,12 +423,12 @@ static koila_status try_axes(koila__planning *q)
     for (uint32_t i = 0; i < n; i++) {
         koila__tried *t = &q->tried[q->n_tried];
         koila_plan_options options;
-        *t = (koila__tried){ .axis = axes[i] };
-        KOILA_TRY(koila__along_init(q->graph, &t->axis, &q->plan->mem, &t->view));
+        koila_status status = begin_along(q, &axes[i], t);
         koila__planning along = planning_along(q, t, &options);
-        const koila_status status = koila__search(&along, koila__place_cut, &t->way);
+        if (status == KOILA_OK)
+            status = koila__search(&along, koila__place_cut, &t->way);
         if (status != KOILA_OK)
-            koila__along_deinit(&t->view, &q->plan->mem);
+            untry(q, t);
         if (status == KOILA_UNSUPPORTED)
             continue;
         if (status != KOILA_OK)
@@ -643,21 +721,25 @@ static bool levels_off(const koila__planning *q, uint64_t results, const shrinki
 
 /* Along one other axis, or two of different leaves, in slices without loops: *best becomes that way
  * where it is better. */
-static koila_status unroll_along(koila__planning *q, const koila__axis *axis, koila__way *best)
+static koila_status unroll_along(koila__planning *q, const koila__tried *t, koila__way *best)
 {
     static const uint32_t n_slices[] = { 8, 16, 32, 64 }; /* each twice the one before */
     koila__along view;
     koila__planning along = *q;
     koila__placed *placed = NULL;
-    koila__axis only = *axis;
-    only.n_others = axis->with > 0; /* what has yet another length is whole */
-    const int64_t shortest = axis->with && axis->with < axis->rows ? axis->with : axis->rows;
+    koila__axis only = t->axis;
+    if (!t->is_narrowed)
+        only.n_others = only.with > 0; /* what has yet another length is whole */
+    int64_t shortest = only.rows;
+    for (uint32_t i = 0; i < only.n_others; i++)
+        shortest = only.others[i] < shortest ? only.others[i] : shortest;
     koila_value *targets = koila__arena_array(&q->plan->arena, q->n_targets, sizeof *targets);
     if (!targets)
         return KOILA_NO_MEMORY;
-    KOILA_TRY(koila__along_init(q->graph, &only, &q->plan->mem, &view));
+    KOILA_TRY(koila__along_init(graph_of(q, t), &only, &q->plan->mem, &view));
     along.graph = &view.graph;
     along.seeds = view.seeds;
+    narrow_planning(t, &along);
     koila_status status = koila__way_place(&along, koila__place_cut, targets, &placed);
     const uint64_t results = results_of(q);
     shrinking so_far = { .n = 0 };
@@ -685,7 +767,7 @@ static koila_status plan_unrolled(koila__planning *q, koila__way *best)
         const koila__tried *t = &q->tried[i % q->n_tried];
         const bool is_turn = (i < q->n_tried) == (t->axis.with > 0);
         if (is_turn && t->way.placed && koila__unroll_helps(t->way.placed))
-            KOILA_TRY(unroll_along(q, &t->axis, best));
+            KOILA_TRY(unroll_along(q, t, best));
     }
     return KOILA_OK;
 }

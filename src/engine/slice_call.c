@@ -224,3 +224,65 @@ koila_status koila__tell_call(koila__teller *t, koila_node n, const koila_meta *
     call.outputs = outputs;
     return koila_table_sig(t->table, &call, &out->sig);
 }
+
+koila_status koila__dense_meta(koila_table *t, koila_meta meta, koila_meta *out)
+{
+    const koila_meta_info *m = koila__meta(t, meta);
+    *out = meta;
+    if (koila_meta_is_dense(m))
+        return KOILA_OK;
+    return koila_table_meta(t, m->dtype, m->device, m->n_dims, m->size, NULL, out);
+}
+
+koila_status koila__tell_on(koila_table *t, koila_op op, koila_meta in, const koila_arg *args,
+                            uint32_t n_pos, uint32_t n_args, koila_meta out, koila_sig *sig)
+{
+    koila_arg tokens[2 * KOILA_MAX_DIMS + 6];
+    koila_assert(n_args + 1 <= KOILA_COUNT(tokens));
+    tokens[0] = (koila_arg){ .kind = KOILA_ARG_TENSOR, .u.id = in };
+    for (uint32_t i = 0; i < n_args; i++)
+        tokens[1 + i] = args[i];
+    const koila_sig_info call = { .op = op,
+                                  .n_pos = n_pos + 1,
+                                  .n_tokens = n_args + 1,
+                                  .tokens = tokens,
+                                  .n_fresh = 1,
+                                  .outputs = &out };
+    return koila_table_sig(t, &call, sig);
+}
+
+/* May input i have another layout than was recorded? as_strided() reads it, and so do the views
+ * through which a call writes. */
+static bool may_differ(const koila_table *t, const koila_sig_info *s, uint32_t i)
+{
+    bool is_read = koila__facts_of_op(t, s->op) & KOILA_FACT_STRIDED;
+    for (uint32_t w = 0; w < s->n_writes; w++)
+        is_read |= s->writes[w].input == i;
+    return !is_read;
+}
+
+koila_status koila__tell_metas(koila_table *t, koila_sig id, const koila_meta *metas,
+                               koila__arena *tmp, koila_sig *out)
+{
+    const koila_sig_info *s = koila__sig(t, id);
+    bool is_same = true;
+    for (uint32_t i = 0; i < s->n_inputs; i++) {
+        if (s->inputs[i] == metas[i])
+            continue;
+        if (!may_differ(t, s, i))
+            return KOILA_UNSUPPORTED;
+        is_same = false;
+    }
+    *out = id;
+    if (is_same)
+        return KOILA_OK;
+    koila_arg *tokens = koila__arena_copy(tmp, s->tokens, s->n_tokens * sizeof *tokens);
+    koila_sig_info call = *s;
+    if (!tokens)
+        return KOILA_NO_MEMORY;
+    for (uint32_t i = 0, n = 0; i < s->n_tokens; i++)
+        if (tokens[i].kind == KOILA_ARG_TENSOR)
+            tokens[i].u.id = metas[n++];
+    call.tokens = tokens;
+    return koila_table_sig(t, &call, out);
+}

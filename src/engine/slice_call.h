@@ -43,4 +43,34 @@ koila_status koila__tell_call(koila__teller *t, koila_node n, const koila_meta *
 koila_status koila__tell_share(const koila__teller *t, koila_node n, koila_meta meta,
                                koila_sig *out);
 
+/* ---- calls that are written down anew */
+
+/* m's form, dense: that of a tensor which is made to hold such values. Expected: NO_MEMORY. */
+koila_status koila__dense_meta(koila_table *t, koila_meta meta, koila_meta *out);
+/* A call of `op` on a tensor of meta `in` and n_args tokens, n_pos positional
+ * arguments in all of them; its result has meta `out`. Expected: NO_MEMORY. */
+koila_status koila__tell_on(koila_table *t, koila_op op, koila_meta in, const koila_arg *args,
+                            uint32_t n_pos, uint32_t n_args, koila_meta out, koila_sig *sig);
+/* The call `id` on inputs of other metas. Expected: UNSUPPORTED where it reads their layout;
+ * NO_MEMORY. */
+koila_status koila__tell_metas(koila_table *t, koila_sig id, const koila_meta *metas,
+                               koila__arena *tmp, koila_sig *out);
+
+typedef struct koila__op_named {
+    koila_op *op;
+    const char *name;
+    uint32_t flags;
+} koila__op_named;
+static inline koila_status koila__find_ops(koila_table *t, const koila__op_named *of, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        KOILA_TRY(koila_table_op(t, of[i].name, of[i].flags, of[i].op));
+    return KOILA_OK;
+}
+
+static inline koila_arg koila__int_arg(int64_t i)
+{
+    return (koila_arg){ .kind = KOILA_ARG_INT, .u.i = i };
+}
+
 #endif

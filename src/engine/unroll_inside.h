@@ -4,6 +4,7 @@
 #define KOILA_SRC_UNROLL_INSIDE_H
 
 #include "base/vec.h"
+#include "engine/slice_call.h"
 #include "graph/table.h"
 #include "placement/place.h"
 
@@ -60,24 +61,6 @@ koila_status koila__tell_step(koila__told_step *s, const koila_value *targets, u
 static inline int64_t koila__told_begin(const koila__told_step *s, uint16_t axis, uint32_t k)
 {
     return (int64_t)k * s->p->graph->axes.at[axis] / s->n_slices;
-}
-
-/* The operators that are told, and those that put parts together. */
-typedef struct koila__op_named {
-    koila_op *op;
-    const char *name;
-    uint32_t flags;
-} koila__op_named;
-static inline koila_status koila__find_ops(koila_table *t, const koila__op_named *of, size_t n)
-{
-    for (size_t i = 0; i < n; i++)
-        KOILA_TRY(koila_table_op(t, of[i].name, of[i].flags, of[i].op));
-    return KOILA_OK;
-}
-
-static inline koila_arg koila__int_arg(int64_t i)
-{
-    return (koila_arg){ .kind = KOILA_ARG_INT, .u.i = i };
 }
 
 /* args[2 * KOILA_MAX_DIMS + 2] := sizes and strides as two lists; returns how many tokens they are.

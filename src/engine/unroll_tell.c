@@ -120,30 +120,9 @@ static koila_status tell_op(unroller *u, koila_op op, koila_node n, koila__item 
                             const koila_arg *args, uint32_t n_pos, uint32_t n_args, koila_meta out,
                             koila__item *result)
 {
-    koila_arg tokens[2 * KOILA_MAX_DIMS + 4];
     koila_sig sig;
-    koila_assert(n_args + 1 <= KOILA_COUNT(tokens));
-    tokens[0] = (koila_arg){ .kind = KOILA_ARG_TENSOR, .u.id = u->s->items.at[in].meta };
-    for (uint32_t i = 0; i < n_args; i++)
-        tokens[1 + i] = args[i];
-    const koila_sig_info call = { .op = op,
-                                  .n_pos = n_pos + 1,
-                                  .n_tokens = n_args + 1,
-                                  .tokens = tokens,
-                                  .n_fresh = 1,
-                                  .outputs = &out };
-    KOILA_TRY(koila_table_sig(u->t, &call, &sig));
+    KOILA_TRY(koila__tell_on(u->t, op, u->s->items.at[in].meta, args, n_pos, n_args, out, &sig));
     return tell_sig(u, sig, n, false, &in, result);
-}
-
-/* A dense meta of m's form: that of a tensor which is made to hold m's values. */
-static koila_status dense_meta(const unroller *u, koila_meta meta, koila_meta *out)
-{
-    const koila_meta_info *m = koila__meta(u->t, meta);
-    *out = meta;
-    if (koila_meta_is_dense(m))
-        return KOILA_OK;
-    return koila_table_meta(u->t, m->dtype, m->device, m->n_dims, m->size, NULL, out);
 }
 
 /* The meta of m without dimension d: what taking one element of it leaves. */
@@ -173,7 +152,7 @@ static koila_status tell_zeros(unroller *u, koila_node n, koila_meta meta, koila
         like++;
     if (like == u->s->items.n)
         return KOILA_UNSUPPORTED;
-    KOILA_TRY(dense_meta(u, meta, &meta));
+    KOILA_TRY(koila__dense_meta(u->t, meta, &meta));
     const uint32_t n_args = koila__form_args(koila__meta(u->t, meta), args);
     KOILA_TRY(tell_op(u, u->op_empty, n, like, args, 2, n_args, meta, out));
     return tell_op(u, u->op_zeros, n, *out, NULL, 0, 0, meta, out);
@@ -268,7 +247,7 @@ static koila_status tell_dense(unroller *u, koila_node n, koila_meta meta, koila
         tokens[1 + i] = (koila_arg){ .kind = KOILA_ARG_TENSOR, .u.id = u->s->items.at[in[i]].meta };
     }
     tokens[1 + part.n] = koila__int_arg(part.dim);
-    KOILA_TRY(dense_meta(u, meta, &meta));
+    KOILA_TRY(koila__dense_meta(u->t, meta, &meta));
     const koila_sig_info call = { .op = u->op_stack,
                                   .n_pos = 2,
                                   .n_tokens = part.n + 2,
@@ -320,7 +299,7 @@ static koila_status whole_of(unroller *u, koila_value v, koila__item *out)
             return KOILA_UNSUPPORTED;
     if (adds) /* parts of a sum are of one form */
         meta = u->s->items.at[u->scratch.at[0]].meta;
-    KOILA_TRY(dense_meta(u, meta, &meta));
+    KOILA_TRY(koila__dense_meta(u->t, meta, &meta));
     const koila__told what = { .kind = joins ? KOILA__TOLD_JOIN : KOILA__TOLD_SUM,
                                .from = u->g->values.at[v].node,
                                .stands_for = v };
@@ -474,39 +453,15 @@ static koila_status part_of(unroller *u, koila_value v, koila_placement cut, uin
 
 /* ---- calls */
 
-/* May input i have another layout than was recorded? as_strided() reads it, and so do the views
- * through which a call writes. */
-static bool may_differ(const unroller *u, const koila_sig_info *s, uint32_t i)
-{
-    bool is_read = koila__facts_of_op(u->t, s->op) & KOILA_FACT_STRIDED;
-    for (uint32_t w = 0; w < s->n_writes; w++)
-        is_read |= s->writes[w].input == i;
-    return !is_read;
-}
-
-/* The signature with other metas of its inputs. */
+/* The signature on these inputs. */
 static koila_status with_metas(unroller *u, koila_sig id, const koila__item *in, koila_sig *out)
 {
-    const koila_sig_info *s = koila__sig(u->t, id);
-    bool is_same = true;
-    for (uint32_t i = 0; i < s->n_inputs; i++) {
-        if (s->inputs[i] == u->s->items.at[in[i]].meta)
-            continue;
-        if (!may_differ(u, s, i))
-            return KOILA_UNSUPPORTED;
-        is_same = false;
-    }
-    *out = id;
-    if (is_same)
-        return KOILA_OK;
-    koila_arg *tokens = koila__arena_copy(&u->s->tmp, s->tokens, s->n_tokens * sizeof *tokens);
-    koila_sig_info call = *s;
-    TRY_ALLOC(tokens);
-    for (uint32_t i = 0, n = 0; i < s->n_tokens; i++)
-        if (tokens[i].kind == KOILA_ARG_TENSOR)
-            tokens[i].u.id = u->s->items.at[in[n++]].meta;
-    call.tokens = tokens;
-    return koila_table_sig(u->t, &call, out);
+    const uint32_t n_inputs = koila__sig(u->t, id)->n_inputs;
+    koila_meta *metas = koila__arena_room(&u->s->tmp, n_inputs * sizeof *metas);
+    TRY_ALLOC(metas);
+    for (uint32_t i = 0; i < n_inputs; i++)
+        metas[i] = u->s->items.at[in[i]].meta;
+    return koila__tell_metas(u->t, id, metas, &u->s->tmp, out);
 }
 
 /* A sum of two terms, all three of one form. */

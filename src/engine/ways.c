@@ -5,6 +5,7 @@
 #include "engine/addends.h"
 #include "engine/both.h"
 #include "engine/live.h"
+#include "engine/retold.h"
 #include "engine/plan_costs.h"
 #include "graph/table.h"
 
@@ -83,8 +84,8 @@ koila_status koila__way_place(const koila__planning *q, koila__place_fn how, koi
     koila__placed *placed = NULL;
     koila__spend(q->effort, KOILA_COST_NS_PLACE, q->graph->nodes.n);
     if (q->seeds)
-        KOILA_TRY(koila__place_along(q->graph, q->seeds, q->targets, q->n_targets, q->mem, &placed,
-                                     q->err));
+        KOILA_TRY(koila__place_along(q->graph, q->seeds, q->is_narrowed, q->targets, q->n_targets,
+                                     q->mem, &placed, q->err));
     else
         KOILA_TRY(how(q->graph, q->targets, q->n_targets, q->mem, &placed, q->err));
     koila_check(koila__placed_check(placed, NULL));
@@ -92,6 +93,8 @@ koila_status koila__way_place(const koila__planning *q, koila__place_fn how, koi
     if (status == KOILA_OK && !bytes_add_up(placed->graph))
         status = koila__fail(q->err, KOILA_UNSUPPORTED, 0,
                              "plan: the sizes of all values add up to more than 64 bits");
+    if (status == KOILA_OK && q->retold)
+        status = koila__retold_name(q->retold, placed);
     if (status == KOILA_OK && q->adds_on)
         status = koila__both_mark(placed, q->adds_on, targets, q->n_targets);
     if (status == KOILA_OK)

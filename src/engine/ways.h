@@ -6,6 +6,7 @@
 #include "engine/plan_inside.h"
 
 typedef struct koila__tried koila__tried;
+typedef struct koila__retold koila__retold;
 
 /* A way to run the step in slices. */
 typedef struct koila__way {
@@ -34,14 +35,16 @@ typedef struct koila__planning {
     koila_plan *plan;
     koila__effort *effort; /* shared with the planning of a row, and along other axes */
     int64_t largest_axis;
-    double rows_time;       /* koila__way_time() of the rows, as they were planned first */
-    bool is_empty;          /* an axis has no rows: nothing to slice */
-    bool whole_fits;        /* one slice fits by its sum of live bytes */
-    bool accepted;          /* the caller takes the plan */
-    uint32_t dim;           /* as koila_plan_info.dim */
-    int64_t unit;           /* as koila_plan_info.unit */
-    const uint8_t *seeds;   /* of another axis: koila__along.seeds */
-    const uint8_t *adds_on; /* [targets] koila__plan_row(); NULL: none is */
+    double rows_time;            /* koila__way_time() of the rows, as they were planned first */
+    bool is_empty;               /* an axis has no rows: nothing to slice */
+    bool whole_fits;             /* one slice fits by its sum of live bytes */
+    bool accepted;               /* the caller takes the plan */
+    uint32_t dim;                /* as koila_plan_info.dim */
+    int64_t unit;                /* as koila_plan_info.unit */
+    const uint8_t *seeds;        /* of another axis: koila__along.seeds */
+    bool is_narrowed;            /* ... further axes are rows that are taken of its first */
+    const koila__retold *retold; /* graph and targets are its; NULL: they are as recorded */
+    const uint8_t *adds_on;      /* [targets] koila__plan_row(); NULL: none is */
     koila__least other, both;
     koila__tried *tried; /* [n_tried] other axes, in plan.c */
     uint32_t n_tried;

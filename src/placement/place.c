@@ -1178,25 +1178,51 @@ bool koila__placer_cut(const koila__placer *p, const koila_meta_info *m, uint32_
     return false;
 }
 
-/* The cut of a whole value of meta m: that of the first input that is cut along a dimension of the
- * same extent, else along the first dimension of the batch's size; R when there is none. Of an axis
- * that is not the batch's: of any extent, if it has all rows. */
+/* Is a value of meta m as long in the dimension in which `like` is cut as one of the axes? */
+static bool narrowed_cut(const koila__placer *p, const koila_meta_info *m, koila_placement like,
+                         koila_placement *out)
+{
+    if (like.outer != 1 || like.inner != 1 || like.dim >= m->n_dims)
+        return false;
+    for (uint16_t a = 0; a < koila_graph_n_axes(p->from); a++) {
+        if (m->size[like.dim] != koila_graph_axis_size(p->from, a))
+            continue;
+        *out = like;
+        out->axis = a;
+        return true;
+    }
+    return false;
+}
+
+/* Is a whole value of meta m cut as an input of meta `of` is, which is cut like that? Along the
+ * same dimension of the same extent; of an axis that is not the batch's of any extent, if it has
+ * all rows. */
+static bool cut_like(const koila__placer *p, const koila_meta_info *m, const koila_meta_info *of,
+                     koila_placement like, uint16_t axis, koila_placement *out)
+{
+    const int64_t batch = koila_graph_axis_size(p->from, axis);
+    *out = like;
+    if (like.kind != KOILA_S)
+        return false;
+    if (like.axis == axis && like.inner > 0 && like.dim < m->n_dims &&
+        m->size[like.dim] == koila__extent(like, batch))
+        return true;
+    if (p->narrowed && narrowed_cut(p, m, like, out))
+        return true;
+    return p->seeds && like.outer == 1 && like.dim > 1 && m->n_dims == of->n_dims &&
+           koila__placer_cut(p, m, like.dim, axis, out);
+}
+
+/* The cut of a whole value of meta m: that of the first input that is cut alike, else along the
+ * first dimension of the batch's size; R when there is none. */
 static koila_placement cut_of(const koila__placer *p, const koila_sig_info *sig,
                               const koila_meta_info *m, const koila_placement *placed,
                               uint16_t axis)
 {
-    const int64_t batch = koila_graph_axis_size(p->from, axis);
-    for (uint32_t i = 0; i < sig->n_inputs; i++) {
-        const koila_placement like = placed[i];
-        if (like.kind == KOILA_S && like.axis == axis && like.inner > 0 && like.dim < m->n_dims &&
-            m->size[like.dim] == koila__extent(like, batch))
-            return like;
-        koila_placement at;
-        if (p->seeds && like.kind == KOILA_S && like.outer == 1 && like.dim > 1 &&
-            m->n_dims == koila__meta(p->table, sig->inputs[i])->n_dims &&
-            koila__placer_cut(p, m, like.dim, axis, &at))
+    koila_placement at;
+    for (uint32_t i = 0; i < sig->n_inputs; i++)
+        if (cut_like(p, m, koila__meta(p->table, sig->inputs[i]), placed[i], axis, &at))
             return at;
-    }
     for (uint32_t i = 0; i <= (p->two ? koila_graph_n_axes(p->from) : 0); i++) {
         const uint16_t a = (uint16_t)(i == 0 ? axis : i - 1);
         const int64_t unit = p->unit ? p->unit[a] : 1;
@@ -1993,7 +2019,7 @@ static bool cuts_two(const koila_graph *g)
     return false;
 }
 
-typedef enum placing { PLACE, PLACE_CUT, PLACE_PIECES, PLACE_WHOLE } placing;
+typedef enum placing { PLACE, PLACE_CUT, PLACE_NARROWED, PLACE_PIECES, PLACE_WHOLE } placing;
 
 static koila_status place(const koila_graph *recorded, const koila_value *targets,
                           uint32_t n_targets, placing how, const uint8_t *seeds,
@@ -2011,9 +2037,10 @@ static koila_status place(const koila_graph *recorded, const koila_value *target
                         .keep = &keep,
                         .line = KOILA_NONE,
                         .whole = how == PLACE_WHOLE,
-                        .cut = how == PLACE_CUT,
+                        .cut = how == PLACE_CUT || how == PLACE_NARROWED,
                         .seeds = seeds,
-                        .two = seeds && cuts_two(recorded),
+                        .two = seeds && (how == PLACE_NARROWED || cuts_two(recorded)),
+                        .narrowed = how == PLACE_NARROWED,
                         .pieces = how == PLACE_PIECES };
     koila__arena_init(&p.scratch, &a);
     koila__arena_init(&p.answers_room, &a);
@@ -2055,11 +2082,12 @@ koila_status koila__place_cut(const koila_graph *recorded, const koila_value *ta
     return place(recorded, targets, n_targets, PLACE_CUT, NULL, mem, out, err);
 }
 
-koila_status koila__place_along(const koila_graph *recorded, const uint8_t *seeds,
+koila_status koila__place_along(const koila_graph *recorded, const uint8_t *seeds, bool narrowed,
                                 const koila_value *targets, uint32_t n_targets,
                                 const koila_allocator *mem, koila__placed **out, koila_error *err)
 {
-    return place(recorded, targets, n_targets, PLACE_CUT, seeds, mem, out, err);
+    const placing how = narrowed ? PLACE_NARROWED : PLACE_CUT;
+    return place(recorded, targets, n_targets, how, seeds, mem, out, err);
 }
 
 koila_status koila__place_pieces(const koila_graph *recorded, const koila_value *targets,

@@ -210,8 +210,9 @@ koila_status koila__place_cut(const koila_graph *recorded, const koila_value *ta
                               uint32_t n_targets, const koila_allocator *mem, koila__placed **out,
                               koila_error *err);
 /** The same, of a graph with one axis; whole results of the calls that seeds[nodes of recorded]
- * marks are sliced too, along their first dimension of the axis' size. */
-koila_status koila__place_along(const koila_graph *recorded, const uint8_t *seeds,
+ * marks are sliced too, along their first dimension of the axis' size. `narrowed`: rows of it are
+ * those of a second axis (engine/narrow.h), and each is sliced along its own. */
+koila_status koila__place_along(const koila_graph *recorded, const uint8_t *seeds, bool narrowed,
                                 const koila_value *targets, uint32_t n_targets,
                                 const koila_allocator *mem, koila__placed **out, koila_error *err);
 /** The same, but rows that are taken out of the batch stay in their slice: Note [Pieces]. */

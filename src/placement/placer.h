@@ -59,7 +59,8 @@ struct koila__placer {
     /* [nodes of from] cut the whole results of this call too; NULL: of none */
     const uint8_t *seeds;
     int64_t *unit;       /* [axes of from] entries of a leaf's dimension in a row: engine/axes.h */
-    bool two;            /* ... and leaves are cut along different axes */
+    bool two;            /* ... and leaves are cut along different axes, or it is narrowed */
+    bool narrowed;       /* ... and the second axis is a part of the first */
     bool may_own;        /* the call that is placed may give pieces */
     bool any_piece;      /* some node has */
     koila_status status; /* the first failure; the walk stops */

@@ -10,6 +10,8 @@
 
 #include "harness.h"
 #include "engine/live.h"
+#include "engine/plan_inside.h"
+#include "engine/retold.h"
 #include "graph/table.h"
 
 #define PRIME UINT64_C(2147483647)
@@ -134,6 +136,8 @@ static uint64_t relu(uint64_t x) { return x < PRIME / 2 ? x : 0; }
 
 /* ---- operators */
 
+enum { MOST_INPUTS = 16 }; /* of a call */
+
 static int64_t int_arg(const koila_sig_info *s, uint32_t pos)
 {
     const koila_arg *a = &s->tokens[s->start[pos]];
@@ -219,6 +223,15 @@ static bool shapes_agree(const char *name, const koila_sig_info *s, tensor *cons
                 return false;
         return true;
     }
+    if (!strcmp(name, "aten::select_backward"))
+        return in[0]->size[0] == size[1 - int_arg(s, 2)] && int_arg(s, 3) < size[int_arg(s, 2)];
+    if (!strcmp(name, "aten::stack"))
+        return s->n_inputs == size[int_arg(s, 1)] && in[0]->size[0] == size[1 - int_arg(s, 1)];
+    if (!strcmp(name, "aten::slice_backward")) {
+        const uint32_t dim = (uint32_t)int_arg(s, 2);
+        return in[0]->size[dim] == int_arg(s, 4) - int_arg(s, 3) && int_arg(s, 4) <= size[dim] &&
+               in[0]->size[1 - dim] == size[1 - dim];
+    }
     if (!strcmp(name, "aten::flip") || !strcmp(name, "aten::cumsum"))
         return memcmp(in[0]->size, size, 2 * sizeof *size) == 0;
     bool full[3] = { 0 };
@@ -291,6 +304,23 @@ static tensor *run_fresh(heap *h, const char *name, const koila_sig_info *s, ten
     }
     if (!strcmp(name, "aten::zeros") || !strcmp(name, "aten::zeros_like"))
         return out;
+    if (!strcmp(name, "aten::stack") || !strcmp(name, "aten::select_backward")) {
+        const bool is_stack = !strcmp(name, "aten::stack");
+        const uint32_t dim = (uint32_t)int_arg(s, is_stack ? 1 : 2);
+        for (uint32_t i = 0; i < s->n_inputs; i++) {
+            tensor *part = narrow(out, dim, is_stack ? i : int_arg(s, 3), 1);
+            copy_elements(part, in[i]);
+            drop(&part);
+        }
+        return out;
+    }
+    if (!strcmp(name, "aten::slice_backward")) {
+        const uint32_t dim = (uint32_t)int_arg(s, 2);
+        tensor *part = narrow(out, dim, int_arg(s, 3), in[0]->size[dim]);
+        copy_elements(part, in[0]);
+        drop(&part);
+        return out;
+    }
     for (int64_t k = 0; k < n; k++) {
         uint64_t *x = element(out, k);
         if (!strcmp(name, "aten::add.Tensor"))
@@ -371,7 +401,7 @@ __attribute__((unused)) static bool run_recorded(heap *h, const koila_graph *g, 
     for (uint32_t n = 0; n < g->nodes.n; n++) {
         const koila_sig_info *s = koila__node_sig(g, n);
         const char *name = koila_op_name(g->table, s->op);
-        tensor *in[4] = { 0 }, *out;
+        tensor *in[MOST_INPUTS] = { 0 }, *out;
         for (uint32_t i = 0; i < s->n_inputs; i++)
             in[i] = value[g->inputs.at[g->nodes.at[n].first_input + i]];
         const koila_meta_info *m = koila__meta(g->table, s->outputs[0]);
@@ -572,7 +602,7 @@ static bool do_run(interpreter *x, const koila_instr *instr, bool in_loop)
     const koila__placed_node *pn = &x->p->node[n];
     const koila_value out_v = g->nodes.at[n].first_output;
     tensor **into = in_loop ? x->local : x->whole;
-    tensor *in[4] = { 0 }, *out = NULL;
+    tensor *in[MOST_INPUTS] = { 0 }, *out = NULL;
     if (into[out_v])
         WRONG(x, "%%%u is made again before it was freed", out_v);
     for (uint32_t i = 0; i < s->n_inputs; i++) {
@@ -836,6 +866,50 @@ __attribute__((unused)) static void interpreter_deinit(interpreter *x)
     free(x->local);
     free(x->acc);
     free(x->kept);
+}
+
+/* Does the step that was told anew, run as it is, make the targets of the recorded one, whose
+ * values are truth[]? */
+__attribute__((unused)) static bool retold_makes_the_truth(const koila__retold *n,
+                                                           const koila_graph *recorded,
+                                                           tensor *const *truth,
+                                                           const koila_value *targets,
+                                                           uint32_t n_targets)
+{
+    tensor **value = calloc(n->graph->values.n + 1, sizeof *value);
+    heap h = { 0 };
+    for (koila_value v = 0; v < recorded->values.n; v++)
+        if (recorded->values.at[v].node == KOILA_NONE)
+            value[n->value[v]] = leaf_tensor(&h, recorded, v, v);
+    bool same = run_recorded(&h, n->graph, value);
+    for (uint32_t i = 0; i < n_targets && same; i++)
+        same = same_elements(value[n->targets[i]], truth[targets[i]]);
+    for (koila_value v = 0; v < n->graph->values.n; v++)
+        drop(&value[v]);
+    free(value);
+    return same;
+}
+
+/* Does the plan give the targets of the recorded graph, whose values are truth[], in the bytes that
+ * were predicted? */
+__attribute__((unused)) static bool gives_the_truth(const koila_plan *p,
+                                                    const koila_graph *recorded,
+                                                    tensor *const *truth,
+                                                    const koila_value *targets, uint32_t n_targets)
+{
+    const koila__placed *placed = p->placed;
+    uint64_t *leaf = calloc(placed->graph->values.n + 1, sizeof *leaf);
+    interpreter run = { .p = placed, .s = &p->schedule, .rows = p->rows };
+    for (koila_value v = 0; v < recorded->values.n; v++)
+        if (recorded->values.at[v].node == KOILA_NONE && placed->lowered[v] != KOILA_NONE)
+            leaf[placed->lowered[v]] = v;
+    bool same = interpret(&run, leaf);
+    for (uint32_t i = 0; i < n_targets && same; i++)
+        same = same_elements(run.whole[p->targets[i]], truth[targets[i]]);
+    same = same && run.h.peak == p->info.peak_bytes;
+    interpreter_deinit(&run);
+    free(leaf);
+    return same;
 }
 
 #endif

@@ -433,25 +433,6 @@ TEST(plan__random_steps_plan_the_same_twice_and_hold_their_invariants)
     }
 }
 
-/* Does the plan, run by the interpreter, give the numbers of the recorded graph, in the bytes that
- * were predicted? */
-static bool gives_the_truth(const random_graph *r, const koila_plan *p, tensor *const *truth)
-{
-    const koila__placed *placed = p->placed;
-    uint64_t *leaf = calloc(placed->graph->values.n + 1, sizeof *leaf);
-    interpreter x = { .p = placed, .s = &p->schedule, .rows = p->rows };
-    for (koila_value v = 0; v < r->g->values.n; v++)
-        if (r->g->values.at[v].node == KOILA_NONE && placed->lowered[v] != KOILA_NONE)
-            leaf[placed->lowered[v]] = v;
-    bool same = interpret(&x, leaf);
-    for (uint32_t i = 0; i < r->n_targets && same; i++)
-        same = same_elements(x.whole[p->targets[i]], truth[r->targets[i]]);
-    same = same && x.h.peak == p->info.peak_bytes;
-    interpreter_deinit(&x);
-    free(leaf);
-    return same;
-}
-
 /* Places the step, drops results at node `at`, schedules that in slices of `rows`, and runs it.
  * *n_again: nodes that run again, or (with host memory) values that wait there. */
 static bool is_the_same_recomputed(const random_graph *r, bool whole, koila__recompute how,
@@ -496,7 +477,7 @@ static bool is_the_same_recomputed(const random_graph *r, bool whole, koila__rec
                                    (koila__keep){ .horizon = UINT32_MAX }, NULL, NULL) == KOILA_OK);
         p.info.peak_bytes =
             koila__live_simulate(p.placed, &p.schedule, &live, NULL, NULL, NULL).peak_bytes;
-        same = gives_the_truth(r, &p, truth);
+        same = gives_the_truth(&p, r->g, truth, r->targets, r->n_targets);
         koila__schedule_deinit(&p.schedule);
     }
     koila__placed_free(p.placed);
@@ -1109,13 +1090,13 @@ TEST(plan__a_step_cut_along_another_axis_is_the_same_step)
             const koila_plan_info info = koila_plan_get(p);
             CHECK(koila_plan_check(p, NULL) && info.dim != KOILA_NONE);
             CHECK(info.rows == (rows < info.batch ? rows : info.batch));
-            CHECK(gives_the_truth(&x.r, p, x.truth));
+            CHECK(gives_the_truth(p, x.r.g, x.truth, x.r.targets, x.r.n_targets));
             n_cut++;
             /* a planted fault: one number of a result is another */
             uint64_t *number = element(x.truth[x.r.targets[0]], 0);
             const uint64_t right = *number;
             *number = right ? right - 1 : 1;
-            n_seen += !gives_the_truth(&x.r, p, x.truth);
+            n_seen += !gives_the_truth(p, x.r.g, x.truth, x.r.targets, x.r.n_targets);
             *number = right;
             koila_plan_free(p);
         }
