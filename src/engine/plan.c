@@ -34,6 +34,7 @@
 #include "engine/live.h"
 #include "engine/plan_costs.h"
 #include "engine/search.h"
+#include "engine/stacked.h"
 #include "engine/unroll.h"
 #include "graph/table.h"
 
@@ -352,7 +353,10 @@ static koila_status narrow_along(const koila__planning *q, uint16_t a, koila__tr
  * caller, also after a failure. */
 static koila_status begin_along(const koila__planning *q, const koila__axis *axis, koila__tried *t)
 {
+    koila__retold next;
     *t = (koila__tried){ .axis = *axis };
+    KOILA_TRY(koila__stack_entries(q->graph, q->targets, q->n_targets, &q->plan->mem, &next));
+    KOILA_TRY(retell(q, t, &next));
     if (axis->rows == axis->size && !axis->n_others)
         koila__narrow_lengths(graph_of(q, t), &t->axis);
     const uint32_t n_taken = t->axis.n_others - axis->n_others;

@@ -1,6 +1,6 @@
 /* retold.h — a recorded step written down anew, with the same results. Internal to src/engine.
  *
- * Some calls are told otherwise where another axis than the rows is cut: narrow.c. What
+ * Some calls are told otherwise where another axis than the rows is cut: narrow.c, stacked.c. What
  * results is a recorded step too, and is placed and scheduled like one. Nodes and values of it
  * stand for those of the recorded step, by which the rest of the planner and its callers know
  * them. */

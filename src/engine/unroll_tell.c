@@ -5,28 +5,13 @@
  * meets its slices, less is done than the placement says:
  *   x[:, t] of a value in parts          reads the part that has t
  *   a part of stack(list)                is the stack of its items
- *   a part of the gradient of x[:, t]    is *sparse*: zero but where t is. A sum of such parts is
- *                                        sparse too, and a sum leaves out a term that is zero, like
- *                                        Note [Pieces] in place.h. It is made, as a stack of what
- *                                        was added up at each t, when another call asks for it. */
+ * Gradients of x[:, t] are such stacks by now (stacked.c). */
 #include "engine/unroll.h"
 
 #include "engine/share.h"
 #include "engine/slice_call.h"
 #include "engine/unroll_inside.h"
 #include "placement/rules.h"
-
-/* Items from here on are parts that are not made: a number of `sparse`. */
-static const koila__item FIRST_SPARSE = (koila__item)1 << 31;
-
-/* A part of n entries along dimension `dim` that is zero but for entry `at`; or the sum of two. */
-typedef struct sparse {
-    uint32_t dim, n, at;
-    uint32_t n_terms;        /* of the sum; 1: of an entry */
-    koila__item entry;       /* KOILA_NONE: a sum, or all zero */
-    koila__item left, right; /* of a sum; else KOILA_NONE */
-} sparse;
-enum { MOST_TERMS = 1 << 16 };
 
 /* The last call on a slice: slices of as many rows are told alike. */
 typedef struct last_call {
@@ -49,9 +34,8 @@ typedef struct unroller {
     /* [values of g] how `part` of a whole value was cut: all parts alike */
     koila_placement *cut;
     VEC(koila__item) scratch;
-    VEC(sparse) sparse;
     last_call last;
-    koila_op op_slice, op_clone, op_empty, op_zeros, op_stack, op_sum;
+    koila_op op_slice, op_clone;
 } unroller;
 
 /* The slice that has row r of that axis. */
@@ -140,24 +124,6 @@ static koila_status meta_without(const unroller *u, const koila_meta_info *m, ui
     return koila_table_meta(u->t, m->dtype, m->device, n, size, stride, out);
 }
 
-/* Zeros of that meta, for node n. */
-static koila_status tell_zeros(unroller *u, koila_node n, koila_meta meta, koila__item *out)
-{
-    const koila_meta_info *m = koila__meta(u->t, meta);
-    koila_arg args[2 * KOILA_MAX_DIMS + 2];
-    koila__item like = 0;
-    while (like < u->s->items.n &&
-           (u->s->items.at[like].by != KOILA_NONE || meta_of(u, like)->dtype != m->dtype ||
-            meta_of(u, like)->device != m->device))
-        like++;
-    if (like == u->s->items.n)
-        return KOILA_UNSUPPORTED;
-    KOILA_TRY(koila__dense_meta(u->t, meta, &meta));
-    const uint32_t n_args = koila__form_args(koila__meta(u->t, meta), args);
-    KOILA_TRY(tell_op(u, u->op_empty, n, like, args, 2, n_args, meta, out));
-    return tell_op(u, u->op_zeros, n, *out, NULL, 0, 0, meta, out);
-}
-
 /* ---- whole values and their parts */
 
 static koila_status whole_of(unroller *u, koila_value v, koila__item *out);
@@ -169,111 +135,14 @@ static koila__item *part_at(unroller *u, koila_value v, uint32_t k)
     return &u->part[(size_t)v * u->s->n_slices + k];
 }
 
-/* ---- parts that are sums of gradients of x[:, t] */
-
-static bool is_sparse(koila__item x) { return x >= FIRST_SPARSE && x != KOILA_NONE; }
-
-static const sparse *sparse_at(const unroller *u, koila__item x)
-{
-    return &u->sparse.at[x - FIRST_SPARSE];
-}
-
-static bool is_zero(const unroller *u, koila__item x)
-{
-    return is_sparse(x) && sparse_at(u, x)->entry == KOILA_NONE &&
-           sparse_at(u, x)->left == KOILA_NONE;
-}
-
-static koila_status tell_sparse(unroller *u, sparse part, koila__item *out)
-{
-    *out = FIRST_SPARSE + u->sparse.n;
-    return koila__vec_push(&u->mem, &u->sparse, part) ? KOILA_OK : KOILA_NO_MEMORY;
-}
-
-/* The sum of two entries, for node n. */
-static koila_status add_entries(unroller *u, koila_node n, koila__item a, koila__item b,
-                                koila__item *out)
-{
-    const koila__item in[] = { a, b };
-    const koila_meta meta = u->s->items.at[a].meta;
-    const koila_arg tokens[] = { { .kind = KOILA_ARG_TENSOR, .u.id = meta },
-                                 { .kind = KOILA_ARG_TENSOR, .u.id = u->s->items.at[b].meta } };
-    const koila_sig_info call = {
-        .op = u->op_sum, .n_pos = 2, .n_tokens = 2, .tokens = tokens, .n_fresh = 1, .outputs = &meta
-    };
-    koila_sig sig;
-    KOILA_TRY(koila_table_sig(u->t, &call, &sig));
-    return tell_sig(u, sig, n, true, in, out);
-}
-
-/* entries[] := those of part x, KOILA_NONE for zeros, for node n. */
-static koila_status find_entries(unroller *u, koila_node n, koila__item x, koila__item *entries)
-{
-    const uint32_t bottom = u->scratch.n;
-    TRY_ALLOC(koila__vec_push(&u->mem, &u->scratch, x));
-    while (u->scratch.n > bottom) {
-        const sparse part = *sparse_at(u, u->scratch.at[--u->scratch.n]);
-        if (part.left != KOILA_NONE) {
-            TRY_ALLOC(koila__vec_push(&u->mem, &u->scratch, part.right));
-            TRY_ALLOC(koila__vec_push(&u->mem, &u->scratch, part.left));
-        } else if (part.entry != KOILA_NONE && entries[part.at] == KOILA_NONE) {
-            entries[part.at] = part.entry;
-        } else if (part.entry != KOILA_NONE) {
-            KOILA_TRY(add_entries(u, n, entries[part.at], part.entry, &entries[part.at]));
-        }
-    }
-    return KOILA_OK;
-}
-
-/* The part, made, for node n: a stack of its entries; its meta is `meta`. */
-static koila_status tell_dense(unroller *u, koila_node n, koila_meta meta, koila__item x,
-                               koila__item *out)
-{
-    const sparse part = *sparse_at(u, x);
-    koila_arg *tokens = koila__arena_array(&u->s->tmp, part.n + 2, sizeof *tokens);
-    koila__item *in = koila__arena_array(&u->s->tmp, part.n, sizeof *in);
-    koila_sig sig;
-    koila_meta entry;
-    TRY_ALLOC(tokens && in);
-    if (is_zero(u, x))
-        return tell_zeros(u, n, meta, out);
-    memset(in, 0xff, part.n * sizeof *in);
-    KOILA_TRY(find_entries(u, n, x, in));
-    KOILA_TRY(meta_without(u, koila__meta(u->t, meta), part.dim, &entry));
-    tokens[0] = (koila_arg){ .kind = KOILA_ARG_LIST, .n = part.n };
-    for (uint32_t i = 0; i < part.n; i++) {
-        if (in[i] == KOILA_NONE)
-            KOILA_TRY(tell_zeros(u, n, entry, &in[i]));
-        tokens[1 + i] = (koila_arg){ .kind = KOILA_ARG_TENSOR, .u.id = u->s->items.at[in[i]].meta };
-    }
-    tokens[1 + part.n] = koila__int_arg(part.dim);
-    KOILA_TRY(koila__dense_meta(u->t, meta, &meta));
-    const koila_sig_info call = { .op = u->op_stack,
-                                  .n_pos = 2,
-                                  .n_tokens = part.n + 2,
-                                  .tokens = tokens,
-                                  .n_fresh = 1,
-                                  .outputs = &meta };
-    KOILA_TRY(koila_table_sig(u->t, &call, &sig));
-    KOILA_TRY(tell_sig(u, sig, n, false, in, out));
-    u->s->told.at[u->s->items.at[*out].by].is_first = false;
-    return KOILA_OK;
-}
-
 /* Parts as inputs of a join or sum. */
 static koila_status push_parts(unroller *u, koila_value v)
 {
     u->scratch.n = 0;
     for (uint32_t k = 0; k < u->s->n_slices; k++) {
-        koila__item x = *part_at(u, v, k);
-        if (x == KOILA_NONE || (is_sparse(x) && u->p->value[v].kind != KOILA_S))
+        const koila__item x = *part_at(u, v, k);
+        if (x == KOILA_NONE)
             return KOILA_UNSUPPORTED;
-        if (is_sparse(x)) {
-            koila_meta meta;
-            go_to(u, u->p->value[v].axis, k);
-            KOILA_TRY(koila__tell_meta(&u->teller, u->g->values.at[v].meta, u->p->value[v], &meta));
-            KOILA_TRY(tell_dense(u, u->g->values.at[v].node, meta, x, &x));
-        }
         TRY_ALLOC(koila__vec_push(&u->mem, &u->scratch, x));
     }
     return KOILA_OK;
@@ -386,29 +255,6 @@ static koila_status part_of_stack(unroller *u, koila_value v, koila_placement cu
     return KOILA_OK;
 }
 
-/* Rows k of the gradient of taking element i: zeros, but for the slice that has it. */
-static koila_status part_of_taken(unroller *u, koila_value v, koila_placement cut, uint32_t k,
-                                  koila__item *out)
-{
-    enum { INDEX = 3 };
-    const koila_node n = u->g->values.at[v].node;
-    const int64_t at =
-        index_at(koila__node_sig(u->g, n), INDEX, koila__value_meta(u->g, v)->size[cut.dim]);
-    const int64_t begin = koila__told_begin(u->s, cut.axis, k) * cut.inner;
-    const int64_t end = koila__told_begin(u->s, cut.axis, k + 1) * cut.inner;
-    sparse part = { .dim = cut.dim,
-                    .n = (uint32_t)(end - begin),
-                    .entry = KOILA_NONE,
-                    .left = KOILA_NONE,
-                    .right = KOILA_NONE };
-    if (begin <= at && at < end) {
-        part.at = (uint32_t)(at - begin);
-        part.n_terms = 1;
-        KOILA_TRY(whole_of(u, u->g->inputs.at[u->g->nodes.at[n].first_input], &part.entry));
-    }
-    return tell_sparse(u, part, out);
-}
-
 /* Rows k of v, which the placed step makes whole, cut so. */
 static koila_status cut_whole(unroller *u, koila_value v, koila_placement cut, uint32_t k,
                               koila__item *out)
@@ -421,8 +267,6 @@ static koila_status cut_whole(unroller *u, koila_value v, koila_placement cut, u
         const bool stacks = rule == koila__rule_stack;
         if (stacks && s->tokens[0].kind == KOILA_ARG_LIST && index_at(s, 1, n_dims) == cut.dim)
             return part_of_stack(u, v, cut, k, out);
-        if (rule == koila__rule_select_backward && index_at(s, 2, n_dims) == cut.dim)
-            return part_of_taken(u, v, cut, k, out);
         const koila_value from = s->n_inputs ? u->g->inputs.at[u->g->nodes.at[n].first_input] : v;
         if (rule == koila__rule_alias && koila__placement_equal(u->p->value[from], cut))
             return part_of(u, from, cut, k, out);
@@ -462,64 +306,6 @@ static koila_status with_metas(unroller *u, koila_sig id, const koila__item *in,
     for (uint32_t i = 0; i < n_inputs; i++)
         metas[i] = u->s->items.at[in[i]].meta;
     return koila__tell_metas(u->t, id, metas, &u->s->tmp, out);
-}
-
-/* A sum of two terms, all three of one form. */
-static bool is_plain_sum(const unroller *u, const koila_sig_info *s)
-{
-    return koila__rule_of(u->t, s->op) == koila__rule_additive && koila__adds_two(u->t, s) &&
-           s->inputs[0] == s->outputs[0] && s->inputs[1] == s->outputs[0];
-}
-
-/* *sum := of two parts that are not made: is not made either. */
-static koila_status add_sparse(unroller *u, koila__item a, koila__item b, koila__item *sum,
-                               bool *done)
-{
-    const sparse left = *sparse_at(u, a);
-    const sparse right = *sparse_at(u, b);
-    const sparse part = { .dim = left.dim,
-                          .n = left.n,
-                          .n_terms = left.n_terms + right.n_terms,
-                          .entry = KOILA_NONE,
-                          .left = a,
-                          .right = b };
-    *done = left.dim == right.dim && left.n == right.n && part.n_terms <= MOST_TERMS;
-    return *done ? tell_sparse(u, part, sum) : KOILA_OK;
-}
-
-/* Of a plain sum: one of which a term is zero is the other one. *done: nothing is left to do. */
-static koila_status leave_out(unroller *u, koila_node n, uint32_t k, const koila__item *in,
-                              bool *done)
-{
-    koila__item *sum = part_at(u, u->g->nodes.at[n].first_output, k);
-    *done = false;
-    for (uint32_t i = 0; i < 2; i++) {
-        if (!is_zero(u, in[i]))
-            continue;
-        *done = true;
-        *sum = in[1 - i];
-        return KOILA_OK;
-    }
-    return is_sparse(in[0]) && is_sparse(in[1]) ? add_sparse(u, in[0], in[1], sum, done) : KOILA_OK;
-}
-
-/* in[] of node n, in slice k, with what is not made. */
-static koila_status fill_in(unroller *u, koila_node n, uint32_t k, koila__item *in)
-{
-    for (uint32_t i = 0; i < koila__node_sig(u->g, n)->n_inputs; i++) {
-        koila_meta meta;
-        if (!is_sparse(in[i]))
-            continue;
-        go_to(u, u->p->node[n].axis, k);
-        KOILA_TRY(koila__tell_meta(&u->teller, koila__node_sig(u->g, n)->inputs[i],
-                                   u->p->need[u->g->nodes.at[n].first_input + i], &meta));
-        koila__item *part = part_at(u, u->g->inputs.at[u->g->nodes.at[n].first_input + i], k);
-        const bool is_part = *part == in[i];
-        KOILA_TRY(tell_dense(u, n, meta, in[i], &in[i]));
-        if (is_part) /* for later calls too */
-            *part = in[i];
-    }
-    return KOILA_OK;
 }
 
 /* The call of node n on inputs of these metas, on the teller's slice. */
@@ -579,14 +365,12 @@ static koila_status tell_slice(unroller *u, koila_node n, uint32_t k, const koil
     return KOILA_OK;
 }
 
-/* Node n, which is in a loop, in slice k. `in`: room for its inputs; is_alias, is_sum: the call is
- * its input as it is placed; is_plain_sum(). */
-static koila_status run_slice(unroller *u, koila_node n, uint32_t k, koila__item *in, bool is_alias,
-                              bool is_sum)
+/* Node n, which is in a loop, in slice k. `in`: room for its inputs; is_alias: the call is its
+ * input as it is placed. */
+static koila_status run_slice(unroller *u, koila_node n, uint32_t k, koila__item *in, bool is_alias)
 {
     const koila_node_info info = u->g->nodes.at[n];
     const uint32_t n_inputs = koila__node_sig(u->g, n)->n_inputs;
-    bool is_done = false;
     for (uint32_t i = 0; i < n_inputs; i++) {
         const koila_value v = u->g->inputs.at[info.first_input + i];
         const koila_placement need = u->p->need[info.first_input + i];
@@ -599,11 +383,6 @@ static koila_status run_slice(unroller *u, koila_node n, uint32_t k, koila__item
         *part_at(u, info.first_output, k) = in[0];
         return KOILA_OK;
     }
-    if (is_sum)
-        KOILA_TRY(leave_out(u, n, k, in, &is_done));
-    if (is_done)
-        return KOILA_OK;
-    KOILA_TRY(fill_in(u, n, k, in));
     return tell_slice(u, n, k, in);
 }
 
@@ -612,7 +391,6 @@ static koila_status run_slices(unroller *u, koila_node n)
 {
     const koila_node_info info = u->g->nodes.at[n];
     const koila_sig_info *s = koila__node_sig(u->g, n);
-    const bool is_sum = is_plain_sum(u, s);
     const bool is_alias =
         koila__rule_of(u->t, s->op) == koila__rule_alias &&
         koila__placement_equal(u->p->need[info.first_input], u->p->value[info.first_output]);
@@ -620,7 +398,7 @@ static koila_status run_slices(unroller *u, koila_node n)
     TRY_ALLOC(in);
     for (uint32_t k = 0; k < u->s->n_slices; k++) {
         const koila__mark before = koila__arena_mark(&u->s->tmp);
-        KOILA_TRY(run_slice(u, n, k, in, is_alias, is_sum));
+        KOILA_TRY(run_slice(u, n, k, in, is_alias));
         koila__arena_rewind(&u->s->tmp, before);
     }
     return KOILA_OK;
@@ -644,8 +422,6 @@ static koila_status take(unroller *u, koila_node n, koila_value v, bool unbinds)
         if (!unbinds && slice_of(u, cut.axis, at / cut.inner) != k)
             continue;
         KOILA_TRY(part_of(u, v, cut, k, &in));
-        if (is_sparse(in))
-            return KOILA_UNSUPPORTED;
         const int64_t begin = koila__told_begin(u->s, cut.axis, k) * cut.inner;
         call.n_fresh =
             unbinds ? (uint32_t)(koila__told_begin(u->s, cut.axis, k + 1) * cut.inner - begin) : 1;
@@ -759,11 +535,7 @@ static koila_status make_room(unroller *u)
     const size_t n_values = (size_t)u->g->values.n + 1;
     const size_t n_parts = n_values * u->s->n_slices;
     const koila__op_named of[] = { { &u->op_slice, "aten::slice.Tensor", KOILA_OP_VIEW },
-                                   { &u->op_clone, "aten::clone", 0 },
-                                   { &u->op_empty, "aten::new_empty_strided", 0 },
-                                   { &u->op_zeros, "aten::zeros_like", 0 },
-                                   { &u->op_stack, "aten::stack", 0 },
-                                   { &u->op_sum, "aten::add.Tensor", 0 } };
+                                   { &u->op_clone, "aten::clone", 0 } };
     KOILA_TRY(koila__find_ops(u->t, of, KOILA_COUNT(of)));
     u->s->whole = koila__arena_room(&u->s->tmp, n_values * sizeof *u->s->whole);
     u->part = koila__arena_room(&u->s->tmp, n_parts * sizeof *u->part);
@@ -795,7 +567,6 @@ koila_status koila__tell_step(koila__told_step *s, const koila_value *targets, u
         status = whole_of(&u, targets[i], &wanted[i]);
     koila__vec_free(&u.mem, &u.teller.tokens);
     koila__vec_free(&u.mem, &u.scratch);
-    koila__vec_free(&u.mem, &u.sparse);
     koila__vec_free(&u.mem, &u.last.metas);
     return status;
 }

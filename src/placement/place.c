@@ -1547,6 +1547,16 @@ static bool is_table(koila__placer *p, const koila_sig_info *sig, const koila_va
     return true;
 }
 
+/* Are whole entries stacked along an axis of tokens? Such a stack is as large as what they are
+ * entries of: it is sliced for all its uses. */
+static bool stacks_tokens(koila__placer *p, const koila_sig_info *sig)
+{
+    if (!p->seeds || op_rule(p, sig->op)->rule != koila__rule_stack)
+        return false;
+    const koila_meta_info *out = koila__meta(p->table, sig->outputs[0]);
+    return first_of_tokens(p, out) < out->n_dims;
+}
+
 /* Does the call give its input in another shape, or less of it? */
 static bool passes_on(const koila__placer *p, const koila_sig_info *sig)
 {
@@ -1595,7 +1605,8 @@ static bool place_in(koila__placer *p, koila_sig id, const koila_value *inputs,
         return false;
     uint32_t axis = axis_of(p, placed, sig->n_inputs);
     if (axis == KOILA_NONE) {
-        const bool stays_free = is_table(p, sig, in) || is_free(p, sig, placed);
+        const bool stays_free =
+            !stacks_tokens(p, sig) && (is_table(p, sig, in) || is_free(p, sig, placed));
         const bool is_seed = p->seeds && p->seeds[p->recorded] && !stays_free;
         return append(p, id, sig, in, NULL, stays_free, results) &&
                (!is_seed || cut(p, sig, placed, 0, results));

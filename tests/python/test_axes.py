@@ -32,6 +32,8 @@ def eager(program):
 
 # ---- exact
 
+FLOAT32_LOSS = {"mamba": 1e-6}  # which slices round their way
+
 
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
@@ -40,7 +42,8 @@ def test_a_step_cut_along_another_dimension_is_eager_s(name, samples):
     program = step_program(make, lambda: data(samples), loss)
     expected, state = eager(program)
     sizes = (16, 7) if not LONG else (16, 7, 1)
-    assert compare_along_other(program, expected, state, 1e-12, sizes=sizes) == len(sizes)
+    tol = 1e-12 if DEVICE == "cpu" else FLOAT32_LOSS.get(name, 1e-12)
+    assert compare_along_other(program, expected, state, tol, sizes=sizes) == len(sizes)
 
 
 @pytest.mark.parametrize("samples", [2, 3])
@@ -50,9 +53,8 @@ def test_a_step_cut_row_by_row_and_along_another_dimension_is_eager_s(name, samp
     program = step_program(make, lambda: data(samples), loss)
     expected, state = eager(program)
     sizes = (16, 7) if not LONG else (16, 7, 1)
-    # mamba's loss is in float32, which one row rounds its way; the gradient of a bias before a
-    # batch norm is nothing but rounding
-    tol = {"mamba": 1e-6, "segmenter": 1e-11}.get(name, 1e-12)
+    # the gradient of a bias before a batch norm is nothing but rounding
+    tol = (FLOAT32_LOSS | {"segmenter": 1e-11}).get(name, 1e-12)
     n = compare_along_other(program, expected, state, tol, sizes=sizes, axes="both")
     assert n == len(sizes)
 
@@ -329,7 +331,8 @@ def test_a_sample_that_does_not_fit_trains(name, samples, share):
     if plan.axis is not None:
         assert plan.axis.size > plan.axis.slice_size
         rows = (plan.n_micro_batches, plan.micro_batch)
-        assert rows == ((samples, 1) if name in BOTH and share < 0.5 else (1, samples))
+        by_rows = name == "mamba" or (name in BOTH and share < 0.5)
+        assert rows == ((samples, 1) if by_rows else (1, samples))
     else:  # computing the forward pass again is less work
         assert plan.n_recomputed and plan.replay_ratio < 1.4
     assert plan.measured_peak_bytes - plan.base_bytes <= limit
