@@ -6,7 +6,9 @@
  *
  * Where a piece leads back to rows, the equality of sizes is no proof, and need be none: the
  * gradient of taking element i is right as an S along any dimension, if element i lies in the slice
- * that has the piece. So is a join, if the elements of each piece lie in the slice that has it. */
+ * that has the piece. So is a join, if the elements of each piece lie in the slice that has it. But
+ * what is right may be of no use: the gradient of x[1, 3:6] with 3 positions to a row would be rows
+ * of its positions, which x has not. It stays a piece, for rows were taken from no such tensor. */
 #include "placement/rules.h"
 #include "graph/table.h"
 
@@ -70,7 +72,10 @@ bool koila__take_rows(koila__case *c, int64_t first, int64_t last)
         return false;
     const int64_t begin = first % block / p.inner;
     const int64_t end = (last - 1) % block / p.inner + 1;
-    return end - begin <= c->batch / 2 && own(c, begin, end, piece(c, begin, end));
+    if (end - begin > c->batch / 2)
+        return false;
+    koila__take_note(c, c->in_meta[0], p.dim);
+    return own(c, begin, end, piece(c, begin, end));
 }
 
 /* Do elements first .. last of a dimension of `size` elements lie in rows begin .. end, if the
@@ -183,7 +188,8 @@ static bool puts_rows(koila__case *c, const hull *h)
         c->n_out != 1 || !c->out_meta[0] || !koila__arg_dim(c, 2, 0, c->out_meta[0]->n_dims, &d))
         return false;
     const int64_t size = c->out_meta[0]->size[d];
-    if (!filled(c, selects, size, &first, &last) || !lie_in(c, size, first, last, h->begin, h->end))
+    if (!filled(c, selects, size, &first, &last) ||
+        !lie_in(c, size, first, last, h->begin, h->end) || !koila__was_taken(c, c->out_meta[0], d))
         return false;
     own(c, h->begin, h->end, koila__s(c, d, 1, size / c->batch));
     /* an end beyond the last element is beyond that of the slice too */

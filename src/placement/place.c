@@ -667,6 +667,33 @@ bool koila__is_row_numbers(const koila__case *c, uint32_t i, uint32_t *dim)
     return m->size[*dim] == n;
 }
 
+static bool has_taking(const koila__placer *p, const koila_meta_info *m, uint32_t d)
+{
+    for (uint32_t i = 0; i < p->n_takings; i++) {
+        const koila__taking *t = &p->taking[i];
+        if (t->dim == d && t->n_dims == m->n_dims &&
+            !memcmp(t->size, m->size, m->n_dims * sizeof *t->size))
+            return true;
+    }
+    return false;
+}
+
+bool koila__was_taken(const koila__case *c, const koila_meta_info *m, uint32_t d)
+{
+    return c->placer->n_takings == KOILA__TAKINGS || has_taking(c->placer, m, d);
+}
+
+void koila__take_note(const koila__case *c, const koila_meta_info *m, uint32_t d)
+{
+    koila__placer *p = c->placer;
+    if (koila__was_taken(c, m, d))
+        return;
+    koila__taking *t = &p->taking[p->n_takings++];
+    t->n_dims = m->n_dims;
+    t->dim = d;
+    memcpy(t->size, m->size, m->n_dims * sizeof *t->size);
+}
+
 bool koila__is_steps(const koila__case *c, uint32_t i, int64_t *step)
 {
     const koila__placer *p = c->placer;

@@ -29,6 +29,13 @@ typedef struct koila__named {
 } koila__named;
 enum { KOILA__NAMES = 64 };
 
+/* Rows were taken out of a tensor of these sizes, along dimension `dim`. */
+typedef struct koila__taking {
+    uint32_t n_dims, dim;
+    int64_t size[KOILA_MAX_DIMS];
+} koila__taking;
+enum { KOILA__TAKINGS = 16 };
+
 struct koila__placer {
     const koila_graph *from;
     koila_graph *to; /* the lowered graph, growing */
@@ -58,11 +65,13 @@ struct koila__placer {
     bool pieces;                   /* koila__place_pieces */
     /* [nodes of from] cut the whole results of this call too; NULL: of none */
     const uint8_t *seeds;
-    int64_t *unit;       /* [axes of from] entries of a leaf's dimension in a row: engine/axes.h */
-    bool two;            /* ... and leaves are cut along different axes, or it is narrowed */
-    bool narrowed;       /* ... and the second axis is a part of the first */
-    bool may_own;        /* the call that is placed may give pieces */
-    bool any_piece;      /* some node has */
+    int64_t *unit;  /* [axes of from] entries of a leaf's dimension in a row: engine/axes.h */
+    bool two;       /* ... and leaves are cut along different axes, or it is narrowed */
+    bool narrowed;  /* ... and the second axis is a part of the first */
+    bool may_own;   /* the call that is placed may give pieces */
+    bool any_piece; /* some node has */
+    koila__taking taking[KOILA__TAKINGS];
+    uint32_t n_takings;  /* KOILA__TAKINGS: there may have been others */
     koila_status status; /* the first failure; the walk stops */
 };
 

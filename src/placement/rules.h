@@ -163,6 +163,11 @@ bool koila__is_steps(const koila__case *c, uint32_t i, int64_t *step);
 /** The call takes elements first .. last of S input 0, along its sliced dimension: all results are
  * pieces. False: not in one block, more than half of the batch, or pieces are not wanted. */
 bool koila__take_rows(koila__case *c, int64_t first, int64_t last);
+/** Have rows been taken out of a tensor of m's sizes, along dimension d? True when that is not
+ * known. */
+bool koila__was_taken(const koila__case *c, const koila_meta_info *m, uint32_t d);
+/** Says that they have been. */
+void koila__take_note(const koila__case *c, const koila_meta_info *m, uint32_t d);
 /** May the results of the call be pieces of at most `n_elements` elements of S input 0? */
 bool koila__may_take(const koila__case *c, int64_t n_elements);
 /** Places a call that has pieces among its inputs; false: they must be made whole. */
