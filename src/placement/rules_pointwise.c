@@ -242,13 +242,23 @@ bool koila__rule_bucketize(koila__case *c)
     return true;
 }
 
-/* searchsorted(sorted[n], x): one sorted table for all */
+/* searchsorted(sorted, x, sorter=...): a table for all, or one for each row of the same leading
+ * dimensions */
 bool koila__rule_searchsorted(koila__case *c)
 {
-    if (koila__any_p(c) || c->n_in != 2 || koila__input_at(c, 1) != 1 ||
-        c->in_meta[0]->n_dims != 1 || !koila__is_s(c->in[1]))
+    const uint32_t last = c->n_in >= 2 ? c->in_meta[1]->n_dims - 1u : 0;
+    if (koila__any_p(c) || c->n_in < 2 || koila__input_at(c, 1) != 1)
         return false;
-    koila__need_r(c, 0);
-    c->out[0] = c->in[1];
-    return koila__fits(c, c->out[0], c->out_meta[0]);
+    const uint32_t lead = koila__is_s(c->in[1]) ? 1 : 0;
+    const koila_placement p = c->in[lead];
+    const bool is_of_table = c->in_meta[0]->n_dims > 1 && p.dim < last;
+    if (!koila__is_s(p) || (!is_of_table && lead != 1))
+        return false;
+    for (uint32_t i = 0; i < c->n_in; i++) {
+        if (i != 1 && !is_of_table)
+            koila__need_r(c, i);
+        else if (!koila__need(c, i, p))
+            return false;
+    }
+    return koila__out_all(c, p);
 }

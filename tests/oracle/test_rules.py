@@ -461,6 +461,12 @@ def own_samples():
         3,
     )
     yield lambda: A.searchsorted.Tensor(r(9, dtype=d).sort()[0], r(5, 3, dtype=d))
+    yield lambda: A.searchsorted.Tensor(r(5, 9, dtype=d).sort()[0], r(5, 3, dtype=d), right=True)
+    yield lambda: A.searchsorted.Tensor(r(2, 5, 4, dtype=d).sort()[0], r(2, 5, 5, dtype=d))
+    rows = r(5, 9, dtype=d)
+    yield lambda: A.searchsorted.Tensor(rows, r(5, 3, dtype=d), sorter=rows.argsort())
+    yield lambda: A._is_all_true(r(5, 3, dtype=d) > -1)
+    yield lambda: A._is_any_true(r(5, 3, dtype=d) > 1)
     yield lambda: A.linalg_cross(r(5, 3, dtype=d), r(5, 3, dtype=d))
     yield lambda: A.linalg_cross(r(3, 5, dtype=d), r(3, 1, dtype=d), dim=0)
     yield (
