@@ -1041,7 +1041,7 @@ static bool is_zero(koila__placer *p, const koila_sig_info *sig, const koila_val
     const bool reads_nothing =
         sig->n_inputs == 0 || (sig->n_writes == 1 && sig->writes[0].overwrites);
     if (facts & KOILA_FACT_ZEROS)
-        return reads_nothing;
+        return reads_nothing || (facts & KOILA_FACT_SPREADS);
     if (facts & KOILA_FACT_FILLS)
         return reads_nothing && is_number_zero(sig, 1);
     const bool copies =

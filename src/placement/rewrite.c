@@ -141,9 +141,13 @@ void koila__emit_copy(koila__call *k, uint32_t pos)
     else if (a->kind != KOILA_ARG_LIST)
         add(k, *a);
     else {
-        for (uint32_t i = 1; i <= a->n; i++)
-            if (a[i].kind == KOILA_ARG_TENSOR)
-                k->bad = true; /* no rewrite needs it */
+        for (uint32_t i = 1; i <= a->n && !k->bad; i++) {
+            if (a[i].kind != KOILA_ARG_TENSOR)
+                continue;
+            k->bad = k->n_values == KOILA__CALL_VALUES;
+            if (!k->bad)
+                k->value[k->n_values++] = k->c->in_value[input++];
+        }
         add_list(k, a + 1, a->n);
     }
 }

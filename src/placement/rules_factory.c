@@ -10,9 +10,11 @@
 /* Argument `sizes` is the list of sizes. */
 static bool factory(koila__case *c, uint32_t sizes)
 {
-    if (c->n_in != 0 || c->n_out != 1 || !c->want || c->want->kind != KOILA_S ||
-        !koila__fits(c, *c->want, c->out_meta[0]))
+    if (c->n_in > 1 || (c->n_in && !koila__is_r(c->in[0])) || c->n_out != 1 || !c->want ||
+        c->want->kind != KOILA_S || !koila__fits(c, *c->want, c->out_meta[0]))
         return false;
+    if (c->n_in)
+        koila__need_r(c, 0); /* new_zeros(x): for its type and device */
     const koila_arg *a = koila__arg(c, sizes);
     if (!a || a->kind != KOILA_ARG_LIST || a->n != c->out_meta[0]->n_dims)
         return false;

@@ -282,20 +282,65 @@ static bool sum_of_rows(koila__case *c)
     return true;
 }
 
-/* Input 0 is zeros or a partial sum; the rows of index (input i) and source (the last) are added
- * into it. */
-static bool adds_rows(koila__case *c, uint32_t index, koila_placement p_index,
+/* Input 0 is whole. Rewritten: op(zeros, ...) + x, whose first term is a partial sum. Not where
+ * the zeros would be more than the rows that are added. */
+static bool add_to_whole(koila__case *c, const char *op)
+{
+    const koila_meta_info *x = c->in_meta[0];
+    if (!c->may_emit || c->sig->n_writes || !koila__is_r(c->in[0]) ||
+        x->dtype == KOILA_DTYPE_BOOL || x->n_bytes > c->in_meta[c->n_in - 1]->n_bytes)
+        return false;
+    const koila_meta out = c->sig->outputs[0];
+    koila__call k;
+    koila__emit_begin(c, &k, "aten::new_zeros", 0);
+    koila__emit_value(&k, c->in_value[0]);
+    koila__emit_ints(&k, x->size, x->n_dims);
+    const koila_meta dense = koila__emit_meta(c, x, x->dtype, x->n_dims, x->size);
+    const koila_value zeros = koila__emit_end(&k, dense);
+    koila__emit_begin(c, &k, op, 0);
+    koila__emit_value(&k, zeros);
+    for (uint32_t pos = 1; pos < 4; pos++)
+        koila__emit_copy(&k, pos);
+    const koila_value sum = koila__emit_end(&k, dense);
+    c->replaced[0] = koila__emit_binary(c, "aten::add.Tensor", sum, c->in_value[0], out);
+    return c->replaced[0] != KOILA_NONE;
+}
+
+/* The rows of index (input i) and source (the last) are added by `op` into input 0: zeros, a
+ * partial sum, or what is whole. */
+static bool adds_rows(koila__case *c, const char *op, uint32_t index, koila_placement p_index,
                       koila_placement p_source)
 {
-    if (!koila__is_sum(c->in[0]) && !c->zero[0])
-        return false;
     if (!koila__need(c, index, p_index) || !koila__need(c, c->n_in - 1, p_source))
         return false;
+    if (!koila__is_sum(c->in[0]) && !c->zero[0])
+        return add_to_whole(c, op);
     return sum_of_rows(c);
 }
 
+/* scatter_reduce(x, dim, index, src, reduce, include_self=True), of rows along dim: x is added to,
+ * or each slice has the largest (smallest) of x and its own rows. */
+static bool reduces_rows(koila__case *c, koila_placement p)
+{
+    int64_t with_self;
+    const koila_arg *how = koila__arg(c, 4);
+    const char *name = how && how->kind == KOILA_ARG_STR ? koila_text(c->table, how->u.id) : "";
+    if (!koila__kw_int(c, "include_self", 1, &with_self) || !with_self)
+        return false;
+    if (!strcmp(name, "sum"))
+        return adds_rows(c, "aten::scatter_add", 1, p, p);
+    const bool is_max = !strcmp(name, "amax");
+    if ((!is_max && strcmp(name, "amin")) || !koila__is_r(c->in[0]) ||
+        c->in_meta[0]->dtype == KOILA_DTYPE_BOOL)
+        return false;
+    koila__need_r(c, 0);
+    c->out[0] = koila__p(c, is_max ? KOILA_MAX : KOILA_MIN);
+    return koila__need(c, 1, p) && koila__need(c, 2, p);
+}
+
 /* scatter.src, scatter.value, scatter_add, scatter_reduce.two (x, dim, index, src or value) */
-static bool scatter(koila__case *c, bool adds)
+typedef enum along_dim { ROWS_STAY, ROWS_ARE_ADDED, ROWS_ARE_REDUCED } along_dim;
+static bool scatter(koila__case *c, along_dim how)
 {
     uint32_t d;
     const uint32_t lead = koila__lead(c);
@@ -310,8 +355,10 @@ static bool scatter(koila__case *c, bool adds)
     if (lead == KOILA_NONE)
         return false;
     const koila_placement p = c->in[lead];
+    if (p.dim == d && how == ROWS_ARE_ADDED)
+        return adds_rows(c, "aten::scatter_add", 1, p, p);
     if (p.dim == d)
-        return adds && adds_rows(c, 1, p, p);
+        return how == ROWS_ARE_REDUCED && reduces_rows(c, p);
     if (koila__any_p(c))
         return false;
     for (uint32_t i = 0; i < c->n_in; i++)
@@ -321,8 +368,9 @@ static bool scatter(koila__case *c, bool adds)
     return true;
 }
 
-bool koila__rule_scatter(koila__case *c) { return scatter(c, false); }
-bool koila__rule_scatter_add(koila__case *c) { return scatter(c, true); }
+bool koila__rule_scatter(koila__case *c) { return scatter(c, ROWS_STAY); }
+bool koila__rule_scatter_add(koila__case *c) { return scatter(c, ROWS_ARE_ADDED); }
+bool koila__rule_scatter_reduce(koila__case *c) { return scatter(c, ROWS_ARE_REDUCED); }
 
 /* index_select(x, dim, index[n]) */
 bool koila__rule_index_select(koila__case *c)
@@ -356,8 +404,18 @@ static bool sliced_along(const koila__case *c, uint32_t dim, koila_placement *p)
     return koila__is_s(c->in[1]) && koila__is_r(c->in[2]);
 }
 
-/* index_add(x, dim, index[n], source), index_copy likewise. Along the batch rows can only be added,
- * into zeros or a partial sum. */
+/* index_add along the batch: its rows p are added. */
+static bool index_adds(koila__case *c, koila_placement p)
+{
+    double alpha;
+    const bool is_plain = koila__kw_number(c, "alpha", 1, &alpha) && alpha == 1;
+    return !koila__is_s(c->in[0]) && c->in_meta[1]->n_dims == 1 &&
+           (koila__is_sum(c->in[0]) || c->zero[0] || is_plain) &&
+           adds_rows(c, "aten::index_add", 1, koila__moved(p, 0), p);
+}
+
+/* index_add(x, dim, index[n], source), index_copy likewise. Along the batch rows can only be added.
+ */
 static bool index_add_or_copy(koila__case *c, bool adds)
 {
     uint32_t d;
@@ -369,8 +427,7 @@ static bool index_add_or_copy(koila__case *c, bool adds)
         c->in_meta[2]->n_dims != c->in_meta[0]->n_dims)
         return false;
     if (sliced_along(c, d, &p))
-        return adds && !koila__is_s(c->in[0]) && c->in_meta[1]->n_dims == 1 &&
-               adds_rows(c, 1, koila__moved(p, 0), p);
+        return adds && index_adds(c, p);
     if (koila__any_p(c))
         return false;
     p = koila__is_s(c->in[0]) ? c->in[0] : c->in[2];
@@ -634,8 +691,10 @@ bool koila__rule_index_put(koila__case *c)
         return put_in_hole(c, &x, hole, p);
     if (koila__is_r(c->in[0]) && own_rows(c, &x, values, &dim))
         return put_own_rows(c, &x, dim, accumulate);
-    if (koila__is_r(c->in[0]) || koila__is_sum(c->in[0]))
-        return accumulate && (koila__is_sum(c->in[0]) || c->zero[0]) && add_rows(c, &x);
+    if (koila__is_r(c->in[0]) || koila__is_sum(c->in[0])) {
+        const bool is_sum = koila__is_sum(c->in[0]) || c->zero[0];
+        return accumulate && add_rows(c, &x) && (is_sum || add_to_whole(c, "aten::index_put"));
+    }
     return !koila__any_p(c) && rows_of_self(c, &x, &dim) && put_own_rows(c, &x, dim, accumulate);
 }
 

@@ -390,6 +390,14 @@ def own_samples():
     yield lambda: A.unsafe_split_with_sizes(r(5, 7, dtype=d), [3, 4], 1)
     yield lambda: A.scatter.value_reduce(r(5, 7, dtype=d), 1, g(5, 2), 2.0, reduce="add")
     yield lambda: A.scatter_reduce.two(r(5, 7, dtype=d), 1, g(5, 2), r(5, 2, dtype=d), "amax")
+    for how in ("amax", "amin", "sum"):
+        yield lambda how=how: A.scatter_reduce.two(
+            r(2, 3, dtype=d), 0, g(9, 3) % 2, r(9, 3, dtype=d), how
+        )
+    yield lambda: A.scatter_add(r(2, 3, dtype=d), 0, g(9, 3) % 2, r(9, 3, dtype=d))
+    yield lambda: A.index_add(r(3, 2, dtype=d), 1, g(9) % 2, r(3, 9, dtype=d))
+    yield lambda: A.index_put(r(3, 2, dtype=d), [None, g(9) % 2], r(3, 9, dtype=d), True)
+    yield lambda: A.new_zeros(r(3, dtype=d), [9, 2])
     yield lambda: A.copy(r(5, 3, dtype=d), r(3, dtype=d))
     yield lambda: A.fill.Tensor(r(5, 3, dtype=d), torch.tensor(2.0, dtype=d))
     yield lambda: A.fill.Scalar(r(5, 3, dtype=d), 2.0)

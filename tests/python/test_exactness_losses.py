@@ -45,8 +45,32 @@ def token_labels():
 
 W = torch.tensor([0.2, 1.0, 3.0, 0.7], dtype=D)
 
+# rows that are added up, or reduced, by class; from a table that is not zeros
+BY_CLASS = {
+    "index_add": lambda to, y, h: to.index_add(0, y, h),
+    "index_add-transposed": lambda to, y, h: to.t().index_add(1, y, h.t()),
+    "index_put": lambda to, y, h: to.index_put((y,), h, accumulate=True),
+    "index_put-columns": lambda to, y, h: torch.ops.aten.index_put(to, [None, y], h.t(), True),
+    "scatter_add": lambda to, y, h: to.scatter_add(0, y[:, None].expand_as(h), h),
+    **{
+        f"scatter_reduce-{how}": lambda to, y, h, how=how: to.scatter_reduce(
+            0, y[:, None].expand_as(h), h, how
+        )
+        for how in ("sum", "amax", "amin")
+    },
+}
+
 # name -> (batch, loss); the first entry of the batch is the input of a linear layer
 LOSSES = {
+    **{
+        f"by class-{name}": (
+            lambda: (x(), labels()),
+            lambda m, v, y, f=f: (
+                f(torch.linspace(-1, 1, C * C, dtype=D).view(C, C), y, m(v)).pow(2).mean()
+            ),
+        )
+        for name, f in BY_CLASS.items()
+    },
     "cross_entropy": (lambda: (x(), labels()), lambda m, v, y: F.cross_entropy(m(v), y)),
     "cross_entropy-sum": (
         lambda: (x(), labels()),

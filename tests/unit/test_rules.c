@@ -139,21 +139,39 @@ TEST(rules__a_mean_is_a_sum_that_is_divided_when_it_is_whole)
     maker_deinit(&m);
 }
 
-TEST(rules__rows_added_into_zeros_are_partial_and_into_a_table_are_not)
+TEST(rules__rows_added_into_zeros_are_partial_and_into_a_larger_table_are_not)
+{
+    maker m;
+    maker_init(&m, NULL);
+    const koila_value i = batch(&m, 0, i64(7));
+    const koila_value v = batch(&m, 0, f32(7, 5));
+    const koila_value table = real(&m, f32(8, 5));
+    const koila_value zeros = call(&m, "aten::zeros", f32(4, 5), "l", 2, 4, 5);
+    const koila_value a = call(&m, "aten::index_add", f32(4, 5), "titt", zeros, 0, i, v);
+    const koila_value b = call(&m, "aten::index_add", f32(8, 5), "titt", table, 0, i, v);
+    const koila_value all = call(&m, "aten::cat", f32(12, 5), "Ti", 2, a, b, 0);
+    place(&m, all);
+    CHECK_AT(&m, a, P_);
+    CHECK_AT(&m, zeros, P_);
+    CHECK_AT(&m, b, R_);
+    CHECK_EQ(n_gathered(&m), 1);
+    maker_deinit(&m);
+}
+
+TEST(rules__rows_added_into_a_smaller_table_are_added_up_without_it)
 {
     maker m;
     maker_init(&m, NULL);
     const koila_value i = batch(&m, 0, i64(7));
     const koila_value v = batch(&m, 0, f32(7, 5));
     const koila_value table = real(&m, f32(4, 5));
-    const koila_value zeros = call(&m, "aten::zeros", f32(4, 5), "l", 2, 4, 5);
-    const koila_value a = call(&m, "aten::index_add", f32(4, 5), "titt", zeros, 0, i, v);
-    const koila_value b = call(&m, "aten::index_add", f32(4, 5), "titt", table, 0, i, v);
+    const koila_value a = call(&m, "aten::index_add", f32(4, 5), "titt", table, 0, i, v);
+    const koila_value b = call(&m, "aten::index_put", f32(4, 5), "tTtb", table, 1, i, v, 1);
     const koila_value all = call(&m, "aten::add.Tensor", f32(4, 5), "tt", a, b);
     place(&m, all);
-    CHECK_AT(&m, a, P_);
-    CHECK_AT(&m, zeros, P_);
-    CHECK_AT(&m, b, R_);
+    CHECK_AT(&m, all, R_);
+    CHECK_EQ(n_nodes_named(&m, "aten::new_zeros"), 2);
+    CHECK_EQ(n_gathered(&m), 0);
     maker_deinit(&m);
 }
 
