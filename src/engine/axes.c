@@ -15,12 +15,21 @@ static bool is_batched(const koila_graph *g, koila_value v)
            info->leaf_kind == KOILA_LEAF_BATCH;
 }
 
+/* Is dimension d of leaf `v` its rows, and nothing else? With tokens in it, of one row, it is
+ * tokens. */
+static bool tells_rows(const koila_graph *g, koila_value v, uint32_t d)
+{
+    const koila_value_info *leaf = &g->values.at[v];
+    const int64_t rows = g->axes.at[leaf->axis];
+    return d == leaf->dim && (rows > 1 || koila__value_meta(g, v)->size[d] == rows);
+}
+
 /* The first dimension of leaf `v` of that size, its rows apart; KOILA_NONE: it has none. */
 static uint32_t dim_of(const koila_graph *g, koila_value v, int64_t size)
 {
     const koila_meta_info *m = koila__value_meta(g, v);
     for (uint32_t d = 0; d < m->n_dims; d++)
-        if (d != g->values.at[v].dim && m->size[d] == size)
+        if (!tells_rows(g, v, d) && m->size[d] == size)
             return d;
     return KOILA_NONE;
 }
@@ -42,7 +51,7 @@ bool koila__axes_any(const koila_graph *g)
     for (koila_value v = 0; v < g->values.n; v++) {
         const koila_meta_info *m = is_batched(g, v) ? koila__value_meta(g, v) : NULL;
         for (uint32_t d = 0; m && d < m->n_dims; d++)
-            if (m->size[d] > 1 && d != g->values.at[v].dim)
+            if (m->size[d] > 1 && !tells_rows(g, v, d))
                 return true;
     }
     return false;

@@ -178,29 +178,31 @@ def test_random_programs_are_eager_s(first, axes):
 @counted
 @pytest.mark.filterwarnings("ignore")
 def test_random_programs_below_what_one_row_needs_are_eager_s_or_raise(monkeypatch):
-    """Each at a budget that its backward, in rows of one and as recorded, exceeds."""
+    """Each at 0.4 of what its backward needs in rows of one, where what it read is not kept."""
     backward, n_finer, n_raised = torch.Tensor.backward, 0, 0
     monkeypatch.setattr(torch.Tensor, "backward", lambda t: within(backward, t))
 
     def within(call, t):
+        nonlocal plan
         with only(room) if room else contextlib.nullcontext():
             call(t)
+        plan = koila.last_plan()
 
     for seed in range(9000, 9600 if LONG else 9060):
-        room = None
+        room = plan = None
         expected = programs.run(seed, seed % 2)
         try:
             with koila.micro_batch(1):
                 programs.run(seed, seed % 2, lazy, refusals=(UnsupportedError,))
-            plan = koila.last_plan()
-            room = int((plan.predicted_peak_bytes - plan.base_bytes) * 0.8)
+            if plan is None:  # no backward
+                continue
+            room = int((plan.predicted_peak_bytes - plan.base_bytes) * 0.4)
             got = programs.run(seed, seed % 2, lazy, refusals=(koila.OutOfMemory,))
         except programs.Refused:
             n_raised += 1
             continue
         differences = programs.against(expected, got, seed, exact=False)
         assert not differences, (seed, differences)
-        plan = koila.last_plan()
         n_finer += plan.axis is not None or plan.n_recomputed > 0
     assert n_finer > 2 and n_raised > 2, (n_finer, n_raised)
 

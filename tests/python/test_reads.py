@@ -265,6 +265,51 @@ def test_reads_keep_to_the_budget_and_are_linear_in_their_number(share):
     assert max(ratios) <= 3
 
 
+@counted
+@pytest.mark.about_the_cpu("bytes of the host")
+@pytest.mark.parametrize("shape", [(64,), (16, 4), (1, 64)], ids=["rows", "tokens", "one row"])
+@pytest.mark.parametrize("share", [None, 0.5, 0.2])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda h: h.sum().item(),
+        lambda h: h.detach().tolist(),
+        lambda h: koila.run(h),
+        lambda h: (h.std().item(), h.detach().tolist()),
+    ],
+    ids=["a number", "its values", "itself", "twice"],
+)
+def test_the_step_is_sliced_behind_a_small_value_that_was_read(read, share, shape):
+    """Such values are concrete, and lead on to all that is wide."""
+    tokens, width = 64, 300
+
+    def step(read):
+        torch.manual_seed(0)
+        narrow, wide = nn.Linear(5, 3), nn.Sequential(nn.Linear(3, width), nn.GELU())
+        last, x = nn.Linear(width, 1), torch.randn(*shape, 5)
+        for m in (narrow, wide, last):
+            m.double()
+        x = x.double()
+        held = _core.cpu_bytes_current()
+        room = 8 * width * (5 + (5 * tokens * share if share else 0)) + 16384
+        with koila.budget(held + int(room)) if share else koila.micro_batch(max(1, shape[0] // 16)):
+            x = lazy(x)
+            h = narrow(x.flatten(0, 1) if shape[0] == 16 else x)
+            read(h)
+            last(wide(h)).square().mean().backward()
+        plan = koila.last_plan()
+        n_slices = plan.axis.n_slices if plan.axis else plan.n_micro_batches
+        gradients = [p.grad for m in (narrow, wide, last) for p in m.parameters()]
+        return plan.measured_peak_bytes - held, n_slices, gradients
+
+    peak, n, expected = step(lambda h: None)
+    got_peak, got_n, got = step(read)
+    assert (n > 1) == (got_n > 1) == (shape[0] > 1 or share is not None)
+    assert got_peak <= peak + 8 * tokens * 16
+    for a, b in zip(expected, got):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
 # ---- what is kept is nobody else's
 
 

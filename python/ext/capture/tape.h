@@ -29,6 +29,7 @@ typedef struct tape_value {
     uint32_t version;   /* of a leaf: `_version` of `real` when it was recorded */
     uint32_t mark;      /* koila__tape_held(): compared with koila__tape.mark */
     uint32_t kept;      /* 1 + its place in koila__tape.kept; 0: it is not kept */
+    koila_cut cut;      /* of a made value whose `real` a read left: how a run may slice it */
 } tape_value;
 
 /* See Note [Kept] in kept.c. */

@@ -73,6 +73,7 @@ static void tell_storages(const koila__tape *t, const koila__part *p)
 static bool is_concrete(void *tape, koila_value v, koila_cut *cut)
 {
     const koila__tape *t = tape;
+    *cut = t->values[v].cut;
     return t->values[v].real != NULL;
 }
 
@@ -80,8 +81,7 @@ static bool is_concrete_or_kept(void *tape, koila_value v, koila_cut *cut)
 {
     const koila__tape *t = tape;
     const koila__kept *kept = t->values[v].real ? NULL : koila__kept_of(t, v);
-    if (kept)
-        *cut = kept->cut;
+    *cut = kept ? kept->cut : t->values[v].cut;
     return kept || t->values[v].real;
 }
 

@@ -176,38 +176,60 @@ static void find_roots(const choice *x)
     }
 }
 
-static void find_sources(const choice *x)
+/* is_batched[values of g]: they depend on a batch. */
+static void find_batched(const koila_graph *g, bool *is_batched)
 {
-    for (koila_value leaf = 0; leaf < x->p->n_leaves; leaf++) {
-        x->is_batched[leaf] = koila_value_get(x->g, leaf).leaf_kind == KOILA_LEAF_BATCH;
-        x->has_leaf[leaf] = true;
+    for (koila_value v = 0; v < koila_graph_n_values(g); v++) {
+        const koila_value_info info = koila_value_get(g, v);
+        is_batched[v] = info.node == KOILA_NONE && info.leaf_kind == KOILA_LEAF_BATCH;
     }
-    for (koila_node n = 0; n < koila_graph_n_nodes(x->g); n++) {
-        const koila_node_info info = koila_node_get(x->g, n);
+    for (koila_node n = 0; n < koila_graph_n_nodes(g); n++) {
+        const koila_node_info info = koila_node_get(g, n);
         const koila_sig_info *s = koila_sig_get(koila__table, info.sig);
-        bool is_batched = false, has_leaf = false;
-        for (uint32_t i = 0; i < s->n_inputs; i++) {
-            is_batched |= x->is_batched[koila_node_inputs(x->g, n)[i]];
-            has_leaf |= x->has_leaf[koila_node_inputs(x->g, n)[i]];
-        }
-        for (uint32_t o = 0; o < s->n_outputs; o++) {
-            x->is_batched[info.first_output + o] = is_batched;
-            x->has_leaf[info.first_output + o] = has_leaf;
-        }
+        for (uint32_t i = 0; i < s->n_inputs; i++)
+            for (uint32_t o = 0; o < s->n_outputs; o++)
+                is_batched[info.first_output + o] |= is_batched[koila_node_inputs(g, n)[i]];
     }
 }
 
-/* A run that is whole does not tell how its results could be sliced. Any slice of a value that is
- * there is sound; the first dimension of a batch's size is most often the batch. */
-static koila_cut likely_cut(const choice *x, koila_value v, bool *only_whole)
+static void find_sources(const choice *x)
 {
-    const koila_meta_info *m = koila_meta_get(koila__table, koila_value_get(x->g, v).meta);
+    find_batched(x->g, x->is_batched);
+    for (koila_value leaf = 0; leaf < x->p->n_leaves; leaf++)
+        x->has_leaf[leaf] = true;
+    for (koila_node n = 0; n < koila_graph_n_nodes(x->g); n++) {
+        const koila_node_info info = koila_node_get(x->g, n);
+        const koila_sig_info *s = koila_sig_get(koila__table, info.sig);
+        for (uint32_t i = 0; i < s->n_inputs; i++)
+            for (uint32_t o = 0; o < s->n_outputs; o++)
+                x->has_leaf[info.first_output + o] |= x->has_leaf[koila_node_inputs(x->g, n)[i]];
+    }
+}
+
+/* The first dimension of a batch's size is most often the batch; else the first one, where it has
+ * as many entries for each row. */
+static bool likely_dim(const koila_meta_info *m, int64_t n_rows, uint32_t *dim)
+{
+    for (*dim = 0; *dim < m->n_dims; (*dim)++)
+        if (m->size[*dim] == n_rows)
+            return true;
+    *dim = 0;
+    return m->n_dims > 1 && n_rows > 0 && m->size[0] > 0 && m->size[0] % n_rows == 0;
+}
+
+/* A run that is whole, or cut along another axis, does not tell how its results could be sliced by
+ * rows of the tape's axes. Any slice of a value that is there is sound. v: of g, and made from a
+ * batch. */
+static koila_cut likely_cut(const koila__tape *t, const koila_graph *g, koila_value v,
+                            bool *only_whole)
+{
+    const koila_meta_info *m = koila_meta_get(koila__table, koila_value_get(g, v).meta);
     *only_whole = false;
-    for (uint16_t a = koila_graph_n_axes(x->g); x->is_batched[v] && a-- > 0;) {
-        const int64_t n_rows = koila_graph_axis_size(x->g, a);
-        for (uint32_t d = 0; d < m->n_dims; d++)
-            if (m->size[d] > 1 && m->size[d] == n_rows)
-                return (koila_cut){ .is_cut = true, .dim = (uint8_t)d, .axis = a };
+    for (uint16_t a = koila_graph_n_axes(t->graph); a-- > 0;) {
+        const int64_t n_rows = koila_graph_axis_size(t->graph, a);
+        uint32_t d;
+        if (likely_dim(m, n_rows, &d))
+            return (koila_cut){ .is_cut = true, .dim = (uint8_t)d, .axis = a };
         *only_whole |= (int64_t)m->n_elements >= n_rows;
     }
     return (koila_cut){ 0 };
@@ -240,7 +262,8 @@ static void choose(choice *x, koila_value v, koila_value of_tape)
     x->is_target[v] = true;
     koila__kept *chosen = &x->k->at[x->k->n++];
     *chosen = (koila__kept){ .value = of_tape };
-    chosen->cut = likely_cut(x, v, &chosen->only_whole);
+    if (x->is_batched[v])
+        chosen->cut = likely_cut(x->t, x->g, v, &chosen->only_whole);
 }
 
 static void choose_all(choice *x)
@@ -358,12 +381,32 @@ static koila_cut cut_of(const cached *c, uint32_t i, bool *only_whole)
     *only_whole = false;
     if (share.kind != KOILA_SHARE_SLICE)
         return cut;
-    const bool is_dim = share.outer == 1 && share.inner == 1 && share.dim < m->n_dims &&
-                        m->size[share.dim] == koila_graph_axis_size(lowered, share.axis);
+    const int64_t n_rows = koila_graph_axis_size(lowered, share.axis);
+    const bool is_dim = share.outer == 1 && share.inner > 0 && share.dim < m->n_dims &&
+                        m->size[share.dim] == n_rows * share.inner;
     *only_whole = !is_dim;
     if (is_dim)
         cut = (koila_cut){ .is_cut = true, .dim = share.dim, .axis = share.axis };
     return cut;
+}
+
+void koila__reads_cut(koila__tape *t, const cached *c, const koila_value *targets, uint32_t n)
+{
+    const koila_graph *g = koila_plan_graph(c->plan);
+    const bool is_sliced = c->info.n_slices > 1 && c->info.dim == KOILA_NONE;
+    bool *is_batched = is_sliced ? NULL : PyMem_Malloc(koila_graph_n_values(g) + 1);
+    if (is_batched)
+        find_batched(g, is_batched);
+    for (uint32_t i = 0; i < n; i++) {
+        const koila_value v = koila_plan_target(c->plan, i);
+        koila_cut *cut = &t->values[targets[i]].cut;
+        bool only_whole;
+        if (is_sliced)
+            *cut = cut_of(c, i, &only_whole);
+        else if (is_batched && is_batched[v])
+            *cut = likely_cut(t, g, v, &only_whole);
+    }
+    PyMem_Free(is_batched);
 }
 
 /* A copy with the same strides. NULL: none can be made, without an exception. */

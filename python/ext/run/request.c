@@ -506,6 +506,8 @@ static next prepare(request *q)
 static next executed(request *q)
 {
     koila__reads_end(q->tape, &q->part, q->c, q->n, q->results, q->asked, &q->keeping);
+    if (q->is_read)
+        koila__reads_cut(q->tape, q->c, q->targets, q->n);
     q->tape->kept.n_reads += q->is_read;
     report(q);
     return MADE;
@@ -685,6 +687,7 @@ static void take_kept(request *q)
             continue;
         }
         const void *storage = kept->storage;
+        q->tape->values[v].cut = kept->cut;
         koila__tape_set_real(q->tape, v, Py_NewRef(kept->tensor));
         koila__unkeep_storage(q->tape, storage);
     }

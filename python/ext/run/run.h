@@ -623,6 +623,8 @@ void koila__reads_drop_open(void);
 /* The budget of the CPU has changed: what is kept takes no more of the room than it may, so that
  * what the program allocates before the next run finds some. */
 void koila__reads_fit(void);
+/* After it: how later runs of the step may slice the targets, which will be concrete. */
+void koila__reads_cut(koila__tape *t, const cached *c, const koila_value *targets, uint32_t n);
 /* Before the run: remembers which memory its leaves have. -1 with an exception. */
 int koila__reads_begin(koila__tape *t, const koila__part *p, koila__keeping *k);
 /* After it: takes over results[n + k->n], keeps those behind the first n where that is safe, and
