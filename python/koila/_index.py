@@ -36,6 +36,33 @@ def special_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return _core.record(func, (self, flat, *args[2:]), kwargs)
 
 
+@special("masked_select")
+def _masked_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `x[mask]` of x and mask broadcast: only the mask is made concrete."""
+    self, mask = args[:2] if len(args) > 1 else (None, None)
+    if not _core.is_lazy(self) or mask.dtype != torch.bool or mask.device != self.device or kwargs:
+        return run_on_reals(func, args, kwargs)
+    try:
+        size = torch.broadcast_shapes(self.size(), mask.size())
+    except RuntimeError:  # the operator's own error says more
+        return run_on_reals(func, args, kwargs)
+    if not size or 0 in size:
+        return run_on_reals(func, args, kwargs)
+    gather(func, [mask], {})
+    known = plain(mask).expand(size)
+    rest = len(size)  # the dimensions from here on have one value of the mask
+    while rest and (size[rest - 1] == 1 or known.stride(rest - 1) == 0):
+        rest -= 1
+    if not rest:
+        return run_on_reals(func, args, kwargs)
+    first = known.flatten(rest)[..., 0] if rest < len(size) else known
+    positions = first.nonzero().unbind(1)
+    if self.size() != size:
+        self = redispatch(aten.expand.default, (self, list(size)), {})
+    taken = _core.record(aten.index.Tensor, (self, list(positions)), {})
+    return taken if rest == len(size) else redispatch(aten.reshape.default, (taken, [-1]), {})
+
+
 def _filled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x[mask] = number` is recorded as masked_fill, which needs no positions. Returns its result;
     None: the call is not of that form."""

@@ -46,7 +46,6 @@ def collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     "equal",
     "nonzero",
     "nonzero_numpy",
-    "masked_select",
     "_unique",
     "_unique2",
     "unique_dim",

@@ -206,7 +206,25 @@ LOSSES = {
 }
 
 # These couple the rows or lack a rule: exact all the same, made whole where they must be.
+# masks for masked_select of y[B, T] and h[B, T, C]
+SELECTING = {
+    "tokens": lambda y, h: (y >= 0).unsqueeze(2),
+    "expanded": lambda y, h: (y >= 0).unsqueeze(2).expand_as(h),
+    "entries": lambda y, h: y.unsqueeze(2) >= torch.arange(C),
+    "whole": lambda y, h: torch.linspace(-1, 1, C) > 0,
+    "none": lambda y, h: (y > C).unsqueeze(2),
+}
+
 COUPLED = {
+    **{
+        f"masked_select-{name}": (
+            lambda: (x(), token_labels()),
+            lambda m, v, y, mask=mask: (
+                (h := seq(m, v)).masked_select(mask(y, h)).cumsum(0).square().sum() + h.mean()
+            ),
+        )
+        for name, mask in SELECTING.items()
+    },
     "std": (lambda: (x(),), lambda m, v: m(v).std(0).sum() + m(v).var()),
     "logsumexp": (lambda: (x(),), lambda m, v: m(v).logsumexp(0).sum()),
     "norm": (lambda: (x(),), lambda m, v: m(v).norm() + m(v).norm(dim=0).sum()),
@@ -288,6 +306,15 @@ def test_a_loss_equals_eager_and_gathers_nothing(name):
 def test_a_loss_that_couples_rows_equals_eager(name):
     batch, loss = COUPLED[name]
     compare(table, batch, loss)
+
+
+def test_masked_select_reads_only_its_mask():
+    """What it takes from is too large to be made in passing."""
+    w = torch.randn(16, 16, requires_grad=True)
+    v, y = koila.lazy(torch.randn(256, 64, 16), torch.randint(0, 4, (256, 64)))
+    with koila.micro_batch(64):
+        (v @ w).masked_select((y > 1).unsqueeze(2)).mean().backward()
+    assert koila.plans()[-2].n_recorded == 2
 
 
 # ---- every row meets every other row: the matrix of pairs is computed a few rows at a time,
