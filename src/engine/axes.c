@@ -1,6 +1,8 @@
 /* axes.c — the other axes of a recorded step. */
 #include "engine/axes.h"
 
+#include "placement/rules.h"
+
 enum { MOST_KINDS = 64 }; /* of axes that are counted */
 
 typedef struct kinds {
@@ -94,9 +96,12 @@ static double count_values(const koila_graph *g, const uint8_t *of_batch, kinds 
         if (info->node != KOILA_NONE || info->meta == KOILA_NONE || is_batched(g, v))
             continue;
         const koila_meta_info *m = koila__value_meta(g, v);
+        const bool is_weight = koila__dtype_is_float(m->dtype) || koila__dtype_is_complex(m->dtype);
         for (uint32_t i = 0; i < k->n; i++)
-            for (uint32_t d = 0; d < m->n_dims; d++)
+            for (uint32_t d = 0; d < m->n_dims; d++) {
                 k->at[i].n_real += m->size[d] == k->at[i].size;
+                k->at[i].n_weights += is_weight && m->size[d] == k->at[i].size;
+            }
     }
     return all;
 }
@@ -134,9 +139,16 @@ static bool is_near_leaf(const kinds *k, int64_t size)
     return false;
 }
 
+/* At most one other leaf has it (a table of positions), and any number of indices of what was taken
+ * by a mask. */
+static bool is_no_width(const kinds *k, const koila__axis *a)
+{
+    return a->n_real <= 1 || (a->n_weights <= 1 && !is_near_leaf(k, a->size));
+}
+
 /* That of most bytes, more than half of `all`, which no batched leaf has, and not the width of a
- * layer: at most one other leaf has it (a table of positions). Or, of more leaves (tables of tokens
- * by tokens), only one that is_near_leaf(). NULL: there is none. */
+ * layer: is_no_width(). Or, of more leaves (tables of tokens by tokens), only one that
+ * is_near_leaf(). NULL: there is none. */
 static const koila__axis *within_step(const koila_graph *g, const kinds *k, double all,
                                       bool of_tables)
 {
@@ -146,7 +158,8 @@ static const koila__axis *within_step(const koila_graph *g, const kinds *k, doub
         bool is_rows = false;
         for (uint32_t x = 0; x < g->axes.n; x++)
             is_rows |= a->size == g->axes.at[x];
-        const bool is_kind = of_tables ? a->n_real > 1 && is_near_leaf(k, a->size) : a->n_real <= 1;
+        const bool is_kind =
+            of_tables ? a->n_real > 1 && is_near_leaf(k, a->size) : is_no_width(k, a);
         if (!a->n_leaves && !is_rows && is_kind && a->bytes > all / 2 &&
             (!best || a->bytes > best->bytes))
             best = a;

@@ -36,9 +36,10 @@ enum {
 typedef struct koila__axis {
     int64_t size, rows;
     uint32_t dim;
-    uint32_t n_leaves; /* batched ones that have it */
-    uint32_t n_real;   /* other leaves that do */
-    double bytes;      /* of values within the step that do */
+    uint32_t n_leaves;  /* batched ones that have it */
+    uint32_t n_real;    /* other leaves that do */
+    uint32_t n_weights; /* those of them that are no whole numbers and no masks */
+    double bytes;       /* of values within the step that do */
     /* rows of the further axes of the step */
     int64_t others[KOILA__MOST_LENGTHS];
     uint32_t n_others;

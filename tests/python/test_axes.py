@@ -207,6 +207,44 @@ def test_random_programs_below_what_one_row_needs_are_eager_s_or_raise(monkeypat
     assert n_finer > 2 and n_raised > 2, (n_finer, n_raised)
 
 
+TAKEN = {
+    "by a mask": lambda h, y, mask: (h[mask], y[mask]),
+    "by positions": lambda h, y, mask: (h[torch.where(mask)], y[torch.where(mask)]),
+    "of all tokens": lambda h, y, mask: tuple(
+        t.flatten(0, 1)[mask.flatten().nonzero().squeeze(1)] for t in (h, y)
+    ),
+}
+
+
+@counted
+@pytest.mark.parametrize("take", TAKEN.values(), ids=TAKEN)
+def test_tokens_that_were_taken_by_a_mask_are_cut(take):
+    """They are as many as no dimension of the batch has, and their indices are no weights."""
+    torch.manual_seed(0)
+    n_tokens, n_classes = (6, 32), 700
+    table, head = nn.Embedding(50, 16), nn.Linear(16, n_classes)
+    ids, y = torch.randint(50, n_tokens), torch.randint(n_classes, n_tokens)
+    mask = torch.rand(n_tokens) < 0.7
+    held = _core.cpu_bytes_current()
+
+    def step(wrap):
+        for m in (table, head):
+            m.zero_grad()
+        i, label, chosen = wrap(ids, y, mask)
+        h, target = take(table(i), label, chosen)
+        F.cross_entropy(head(h), target).backward()
+        return [p.grad for p in (*table.parameters(), *head.parameters())]
+
+    expected = step(lambda *v: v)
+    logits = 4 * int(mask.sum()) * n_classes
+    with koila.budget(held + 4 * 16 * (2 * 50 + 3 * n_classes) + logits):
+        got = step(lazy)
+    axis = koila.last_plan().axis
+    assert axis.size == int(mask.sum()) and axis.n_slices > 2
+    for a, b in zip(expected, got):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
 IN_PLACE = {
     "copy_": lambda t, b: t.copy_(b),
     "add_": lambda t, b: t.add_(b, alpha=0.5),
