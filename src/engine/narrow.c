@@ -49,20 +49,12 @@ typedef struct narrower {
     koila_placement *cut; /* [values] how `window` is cut */
 } narrower;
 
-#define TRY_ALLOC(x)                                                                               \
-    do {                                                                                           \
-        if (!(x))                                                                                  \
-            return KOILA_NO_MEMORY;                                                                \
-    } while (0)
-
 /* ---- x[:, a:b] and its gradient */
 
 /* An int argument of a call, counted from the front of `size` and at most that; or `otherwise`. */
 static int64_t bound_at(const koila_sig_info *s, uint32_t at, int64_t size, int64_t otherwise)
 {
-    if (at >= s->n_pos || s->tokens[s->start[at]].kind != KOILA_ARG_INT)
-        return otherwise;
-    const int64_t i = s->tokens[s->start[at]].u.i;
+    const int64_t i = koila__int_at(s, at, otherwise);
     const int64_t from_front = i < 0 ? i + size : i;
     return from_front > size ? size : from_front;
 }

@@ -6,12 +6,6 @@
 
 #include <string.h>
 
-#define TRY_ALLOC(x)                                                                               \
-    do {                                                                                           \
-        if (!(x))                                                                                  \
-            return KOILA_NO_MEMORY;                                                                \
-    } while (0)
-
 void koila__retold_deinit(koila__retold *x)
 {
     koila_graph_free(x->graph);

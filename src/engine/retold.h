@@ -59,4 +59,11 @@ koila_status koila__retell_as_it_is(koila__reteller *r, const koila_value *in);
 koila_status koila__reteller_finish(koila__reteller *r, const koila_value *targets,
                                     uint32_t n_targets, koila__retold *out);
 
+/* In a function that returns a koila_status. */
+#define TRY_ALLOC(x)                                                                               \
+    do {                                                                                           \
+        if (!(x))                                                                                  \
+            return KOILA_NO_MEMORY;                                                                \
+    } while (0)
+
 #endif

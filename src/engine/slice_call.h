@@ -68,6 +68,14 @@ static inline koila_status koila__find_ops(koila_table *t, const koila__op_named
     return KOILA_OK;
 }
 
+/* An int argument of a call, or `otherwise`. */
+static inline int64_t koila__int_at(const koila_sig_info *s, uint32_t at, int64_t otherwise)
+{
+    return at < s->n_pos && s->tokens[s->start[at]].kind == KOILA_ARG_INT
+               ? s->tokens[s->start[at]].u.i
+               : otherwise;
+}
+
 static inline koila_arg koila__int_arg(int64_t i)
 {
     return (koila_arg){ .kind = KOILA_ARG_INT, .u.i = i };

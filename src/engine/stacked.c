@@ -31,12 +31,6 @@ typedef struct stacker {
     koila_op op_stack, op_add, op_zeros;
 } stacker;
 
-#define TRY_ALLOC(x)                                                                               \
-    do {                                                                                           \
-        if (!(x))                                                                                  \
-            return KOILA_NO_MEMORY;                                                                \
-    } while (0)
-
 enum { GRADIENT_DIM = 2, GRADIENT_INDEX = 3 }; /* of select_backward(g, sizes, dim, index) */
 
 /* A plain sum of two tensors of the result's form, from its maker. */
@@ -53,9 +47,7 @@ static bool is_sum(const stacker *x, koila_value v)
 /* The int argument `at` of the call, from the front of `size`; KOILA_NONE: it is no such. */
 static uint32_t index_at(const koila_sig_info *s, uint32_t at, int64_t size)
 {
-    if (at >= s->n_pos || s->tokens[s->start[at]].kind != KOILA_ARG_INT)
-        return KOILA_NONE;
-    const int64_t i = s->tokens[s->start[at]].u.i;
+    const int64_t i = koila__int_at(s, at, size);
     const int64_t from_front = i < 0 ? i + size : i;
     return from_front < 0 || from_front >= size ? KOILA_NONE : (uint32_t)from_front;
 }

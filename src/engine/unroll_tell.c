@@ -204,18 +204,10 @@ static koila_status slice_whole(unroller *u, koila_value v, koila_placement cut,
     return tell_op(u, u->op_clone, n, *out, NULL, 0, 0, meta, out);
 }
 
-/* An int argument of a call, or `otherwise`. */
-static int64_t int_at(const koila_sig_info *s, uint32_t at, int64_t otherwise)
-{
-    return at < s->n_pos && s->tokens[s->start[at]].kind == KOILA_ARG_INT
-               ? s->tokens[s->start[at]].u.i
-               : otherwise;
-}
-
-/* The same of a dimension of n_dims, and of an index into `size`: counted from the front. */
+/* A dimension of n_dims, or an index into `size`: counted from the front. */
 static int64_t index_at(const koila_sig_info *s, uint32_t at, int64_t size)
 {
-    const int64_t i = int_at(s, at, 0);
+    const int64_t i = koila__int_at(s, at, 0);
     return i < 0 ? i + size : i;
 }
 

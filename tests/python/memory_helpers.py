@@ -116,3 +116,13 @@ def koila_step(model, loss, batch, m=None):
 
 def clear(model):
     model.zero_grad(set_to_none=True)
+
+
+def needs(model, data, loss):
+    """Bytes above the gradients that a step needs in slices of one row."""
+    base = _core.cpu_bytes_current()
+    koila_step(model, loss, data, 1)
+    plan = koila.last_plan()
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+    clear(model)
+    return plan.measured_peak_bytes - base - gradients, gradients

@@ -13,7 +13,7 @@ import zoo
 from conftest import DEVICE, LONG
 from helpers import Cut, compare_along_other, model_state, plain, random_state, step_program
 from long_models import MODELS, T, gpt2, lm_loss
-from memory_helpers import clear, installed, koila_step, memory_only, only, out_of_memory
+from memory_helpers import clear, installed, koila_step, memory_only, needs, only, out_of_memory
 from torch import nn
 from torch.nn import functional as F
 
@@ -291,16 +291,6 @@ def test_a_view_with_a_flag_is_not_what_it_views(view):
 
 
 # ---- found, not said
-
-
-def needs(model, data, loss):
-    """Bytes above the gradients that a step needs in slices of one row."""
-    base = _core.cpu_bytes_current()
-    koila_step(model, loss, data, 1)
-    plan = koila.last_plan()
-    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
-    clear(model)
-    return plan.measured_peak_bytes - base - gradients, gradients
 
 
 # which need rows and tokens cut at once, with two samples, or take less time so

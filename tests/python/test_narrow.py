@@ -4,12 +4,11 @@ they are one longer. The step is eager's, whatever else reads them."""
 import pytest
 import torch
 from helpers import compare_along_other, model_state, random_state, step_program
-from memory_helpers import clear, installed, koila_step, only
+from memory_helpers import clear, installed, koila_step, needs, only
 from torch import nn
 from torch.nn import functional as F
 
 import koila
-from koila import _core
 
 pytestmark = pytest.mark.skipif(not installed(), reason="torch's CPU memory cannot be counted here")
 counted = pytest.mark.about_the_cpu("its peaks are counted to the byte")
@@ -184,11 +183,7 @@ def test_the_logits_of_some_tokens_are_cut_along_them(loss, samples, bias):
     loss(model, *batch).backward()
     expected = model_state(model)
     clear(model)
-    base = _core.cpu_bytes_current()
-    koila_step(model, loss, batch, 1)
-    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
-    room = koila.last_plan().measured_peak_bytes - base - gradients
-    clear(model)
+    room, gradients = needs(model, batch, loss)
     with only(gradients + room // 4):
         koila_step(model, loss, batch)
     plan = koila.last_plan()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import DEVICE, LONG
 from helpers import model_state
-from memory_helpers import clear, installed, koila_step, only, out_of_memory
+from memory_helpers import clear, installed, koila_step, needs, only, out_of_memory
 from torch import nn
 
 import koila
@@ -325,11 +325,7 @@ def test_a_loop_over_time_is_whole_where_what_is_large_is_behind_it(samples, sha
     next_word(model, *batch).backward()
     expected = model_state(model)
     clear(model)
-    base = _core.cpu_bytes_current()
-    koila_step(model, next_word, batch, 1)
-    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
-    room = koila.last_plan().measured_peak_bytes - base - gradients
-    clear(model)
+    room, gradients = needs(model, batch, next_word)
     with only(int(gradients + share * room)):
         koila_step(model, next_word, batch)
     plan = koila.last_plan()

@@ -912,4 +912,24 @@ __attribute__((unused)) static bool gives_the_truth(const koila_plan *p,
     return same;
 }
 
+/* The recorded step in slices of 1 .. length entries along another axis than its rows: each plan
+ * gives the truth. Returns how many plans there are. */
+__attribute__((unused)) static uint32_t check_along(const koila_graph *recorded, int64_t length,
+                                                    tensor *const *truth,
+                                                    const koila_value *targets, uint32_t n_targets)
+{
+    for (int64_t rows = 1; rows <= length; rows++) {
+        const koila_plan_options o = { .struct_size = sizeof o,
+                                       .budget_bytes = UINT64_MAX,
+                                       .axes = KOILA_AXES_OTHER,
+                                       .rows = rows };
+        koila_plan *p = NULL;
+        CHECK(koila_plan_new(recorded, targets, n_targets, &o, NULL, &p, NULL) == KOILA_OK);
+        CHECK(koila_plan_check(p, NULL));
+        CHECK(gives_the_truth(p, recorded, truth, targets, n_targets));
+        koila_plan_free(p);
+    }
+    return (uint32_t)length;
+}
+
 #endif

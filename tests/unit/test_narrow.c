@@ -186,22 +186,6 @@ static void check_narrowed(step *x, seen *s)
     koila__retold_deinit(&n);
 }
 
-static void check_plans(step *x, seen *s)
-{
-    for (int64_t rows = 1; rows <= LENGTH; rows++) {
-        const koila_plan_options o = { .struct_size = sizeof o,
-                                       .budget_bytes = UINT64_MAX,
-                                       .axes = KOILA_AXES_OTHER,
-                                       .rows = rows };
-        koila_plan *p = NULL;
-        CHECK(koila_plan_new(x->r.g, x->targets, x->n_targets, &o, NULL, &p, NULL) == KOILA_OK);
-        CHECK(koila_plan_check(p, NULL));
-        CHECK(gives_the_truth(p, x->r.g, x->truth, x->targets, x->n_targets));
-        s->n_plans++;
-        koila_plan_free(p);
-    }
-}
-
 TEST(narrow__takes_rows_before_the_product)
 {
     seen s = { 0 };
@@ -209,7 +193,7 @@ TEST(narrow__takes_rows_before_the_product)
         step x;
         step_init(&x, seed);
         check_narrowed(&x, &s);
-        check_plans(&x, &s);
+        s.n_plans += check_along(x.r.g, LENGTH, x.truth, x.targets, x.n_targets);
         step_deinit(&x);
         s.n_steps++;
     }

@@ -129,22 +129,6 @@ static void check_stacked(const step *x, seen *s)
     koila__retold_deinit(&n);
 }
 
-static void check_plans(const step *x, seen *s)
-{
-    for (int64_t rows = 1; rows <= LENGTH; rows++) {
-        const koila_plan_options o = { .struct_size = sizeof o,
-                                       .budget_bytes = UINT64_MAX,
-                                       .axes = KOILA_AXES_OTHER,
-                                       .rows = rows };
-        koila_plan *p = NULL;
-        CHECK(koila_plan_new(x->r.g, x->targets, x->n_targets, &o, NULL, &p, NULL) == KOILA_OK);
-        CHECK(koila_plan_check(p, NULL));
-        CHECK(gives_the_truth(p, x->r.g, x->truth, x->targets, x->n_targets));
-        s->n_plans++;
-        koila_plan_free(p);
-    }
-}
-
 TEST(stacked__gradients_of_entries_are_their_sum)
 {
     seen s = { 0 };
@@ -152,7 +136,7 @@ TEST(stacked__gradients_of_entries_are_their_sum)
         step x;
         step_init(&x, seed);
         check_stacked(&x, &s);
-        check_plans(&x, &s);
+        s.n_plans += check_along(x.r.g, LENGTH, x.truth, x.targets, x.n_targets);
         step_deinit(&x);
         s.n_steps++;
     }
