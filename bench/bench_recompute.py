@@ -1,7 +1,10 @@
-"""One sample of a deep convolution net, at shares of plain PyTorch's activations: results that are
+"""Samples of a deep convolution net, at shares of plain PyTorch's activations: results that are
 dropped and computed again, against checkpointing by hand, as ratios.
 
-    python bench/bench_recompute.py [--repeat 3] [--blocks 24] [--device cuda]
+    python bench/bench_recompute.py [--repeat 3] [--blocks 24] [--samples 1] [--norm group]
+        [--shares 0.5,0.3] [--device cuda]
+
+With batch norm (`--norm batch`) and several samples all of them wait between the loops over slices.
 
 By hand: torch.utils.checkpoint around groups of blocks, with the group size that needs the least
 memory. Processor time (on a GPU: of the clock), the best of all turns; on a GPU the net is four
@@ -26,18 +29,22 @@ from koila import lazy
 
 SIZES = {"cpu": (16, 96), "cuda": (64, 192)}  # channels, and pixels of an edge
 CLASSES = 10
-SHARES = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
+SHARES = "0.8,0.6,0.5,0.4,0.3,0.2"
+
+
+NORMS = {"group": lambda width: nn.GroupNorm(4, width), "batch": nn.BatchNorm2d}
 
 
 class Block(nn.Module):
-    def __init__(self, width):
+    def __init__(self, width, norm):
         super().__init__()
+        bias = norm is not nn.BatchNorm2d  # which takes it away again
         self.inner = nn.Sequential(
-            nn.Conv2d(width, width, 3, padding=1),
-            nn.GroupNorm(4, width),
+            nn.Conv2d(width, width, 3, padding=1, bias=bias),
+            norm(width),
             nn.SiLU(),
-            nn.Conv2d(width, width, 3, padding=1),
-            nn.GroupNorm(4, width),
+            nn.Conv2d(width, width, 3, padding=1, bias=bias),
+            norm(width),
         )
 
     def forward(self, x):
@@ -45,10 +52,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, n_blocks, width):
+    def __init__(self, n_blocks, width, norm):
         super().__init__()
         self.first = nn.Conv2d(3, width, 3, padding=1)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(n_blocks)))
+        self.blocks = nn.Sequential(*(Block(width, norm) for _ in range(n_blocks)))
         self.head = nn.Linear(width, CLASSES)
         self.group = 0  # blocks that are checkpointed together; 0: none is
 
@@ -85,14 +92,18 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--blocks", type=int, default=24)
+    parser.add_argument("--samples", type=int, default=1)
+    parser.add_argument("--norm", choices=NORMS, default="group")
+    parser.add_argument("--shares", default=SHARES, help="of the activations, such as 0.5,0.3")
     meter.add_option(parser)
     options = parser.parse_args()
     torch.manual_seed(0)
     width, size = SIZES[options.device]
     meter.use(options.device)
     with meter.device():
-        model = Net(options.blocks, width)
-        x, y = torch.randn(1, 3, size, size), torch.randint(CLASSES, (1,))
+        model = Net(options.blocks, width, NORMS[options.norm])
+        x = torch.randn(options.samples, 3, size, size)
+        y = torch.randint(CLASSES, (options.samples,))
     gradients = sum(p.nbytes for p in model.parameters())
     measure(model, x, y, 2)
     plain, peak = measure(model, x, y, options.repeat)
@@ -111,7 +122,8 @@ def main():
     )
     model.group = 0
     uses = ("auto",) if options.device == "cpu" else ("auto", "off")
-    for share, use in itertools.product(SHARES, uses):
+    shares = [float(share) for share in options.shares.split(",")]
+    for share, use in itertools.product(shares, uses):
         budget = gradients + int(share * activations)
         try:
             with koila.host_memory(use):
@@ -122,9 +134,9 @@ def main():
         plan = koila.last_plan()
         print(
             f"koila at {share:.2f}: {(used - gradients) / activations:.2f}, "
-            f"{seconds / plain:.2f} x plain's time, work {plan.replay_ratio:.2f}, "
-            f"{plan.n_recomputed} operators computed again, {in_host_memory(plan)}, "
-            f"apart {difference(model, expected):.0e}"
+            f"{seconds / plain:.2f} x plain's time, {plan.n_micro_batches} slices, "
+            f"work {plan.replay_ratio:.2f}, {plan.n_recomputed} operators computed again, "
+            f"{in_host_memory(plan)}, apart {difference(model, expected):.0e}"
         )
 
 

@@ -169,6 +169,11 @@ typedef enum koila_axes {
     KOILA_AXES_BOTH,  /**< row by row, and in each row another one; `rows` counts its entries */
 } koila_axes;
 
+/** What fits in rows is taken as it is, up to so many times the work of the recorded step
+ * (koila_plan_info.replay_ratio): statistics of the whole batch, as batch norm's, let loops compute
+ * much of the forward pass once more in each where memory is short. */
+#define KOILA_SLOW_ROWS 3.0
+
 typedef struct koila_plan_options {
     uint32_t struct_size;
     /** bytes the step may use beyond those live before it; UINT64_MAX = no limit */
@@ -190,8 +195,8 @@ typedef struct koila_plan_options {
     bool (*accepts)(void *user, const koila_plan *p);
     void *accepts_user;
     uint32_t axes; /**< koila_axes */
-    /** if nothing fits: may results of the forward pass be dropped and computed again for the
-     * backward pass? */
+    /** if nothing fits, or rows are KOILA_SLOW_ROWS: may results of the forward pass be dropped and
+     * computed again for the backward pass? */
     bool recomputes;
     /** with `recomputes`: may they wait in host memory instead? A price above 0: the work of a byte
      * that is copied there, or back; work of 1 is a byte that goes through the device's memory. Of

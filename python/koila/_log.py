@@ -98,10 +98,7 @@ def slow(plan: Plan) -> list[tuple[Any, str]]:
     for g in plan.gathers if plan.is_cut else ():
         if g.bytes < WORTH_A_WORD * (plan.predicted_peak_bytes - plan.base_bytes):
             continue
-        remedy = g.instead or (
-            "koila.register_rule() can say how it is cut, if its rows are independent; outside "
-            "of the step it costs the same and is plain"
-        )
+        remedy = g.instead or _remedy_of(g.operator)
         text = (
             f"{in_short(g.line, g.module) or 'a line that is not known'}: {g.operator} needs "
             f"{g.dtype}[{', '.join(map(str, g.shape))}] of the whole batch, "
@@ -122,6 +119,15 @@ def slow(plan: Plan) -> list[tuple[Any, str]]:
     return found
 
 
+def _remedy_of(operator: str) -> str:
+    """What can be done about a gather by it. The rules of torch's own operators are known: those
+    that need all rows have none that would help."""
+    outside = "outside of the step it costs the same and is plain"
+    if operator.startswith("aten::"):
+        return outside
+    return f"koila.register_rule() can say how it is cut, if its rows are independent; {outside}"
+
+
 def _ran_out(plan: Plan) -> str:
     times = f"{plan.retries} time{'s' * (plan.retries != 1)}"
     why = "although the plan fitted"
@@ -140,13 +146,13 @@ def _ran_out(plan: Plan) -> str:
 
 def _again(plan: Plan) -> tuple[Any, str]:
     more = f"{100 * (plan.replay_ratio - 1):.0f} % of the step's work is computed again"
-    if plan.n_recomputed:
+    ends = [loop for loop in plan.loops[:-1] if loop.ends_at]
+    norms = [loop for loop in ends if "batch_norm" in loop.ends_for]
+    if plan.n_recomputed and (plan.axis is not None or not norms):
         return ("again", "dropped", plan.asked_at), (
             f"{in_short(plan.asked_at)}: {more}, since not even one row fits the budget with all "
             "its results. To avoid that: a larger koila.budget()"
         )
-    ends = [loop for loop in plan.loops[:-1] if loop.ends_at]
-    norms = [loop for loop in ends if "batch_norm" in loop.ends_for]
     if norms:
         first = norms[0]
         lines = f"{in_short(first.ends_at)}: {first.ends_for}"

@@ -658,17 +658,19 @@ koila_status koila__drop_whole(koila__planning *q, koila__way *best)
     return drop_of(q, whole, best, false, &q->whole_dropped);
 }
 
-/* Is the plan placed by rows, with too many loops for results to be dropped? Then the step is not
- * placed and scheduled again to learn that, but it counts as time as if it were. */
+/* Is the plan one of slices of rows that need more loops? */
 static bool has_many_loops(const koila__planning *q)
 {
-    const koila_plan *p = q->plan;
-    if (!q->by_rows || p->schedule.n_loops <= MOST_LOOPS_RECOMPUTED)
-        return false;
+    return q->by_rows && q->plan->schedule.n_loops > MOST_LOOPS_RECOMPUTED;
+}
+
+/* A step of many loops is not placed and scheduled again to learn that there are too many, but it
+ * counts as time as if it were. */
+static void spend_as_if_placed(const koila__planning *q)
+{
     koila__spend(q->effort, KOILA_COST_NS_PLACE, q->graph->nodes.n);
     koila__spend(q->effort, KOILA_COST_NS_LOOPS + KOILA_COST_NS_SCHEDULE,
-                 p->placed->graph->nodes.n);
-    return true;
+                 q->plan->placed->graph->nodes.n);
 }
 
 /* The step in the most slices, of few loops, with results dropped. */
@@ -677,8 +679,10 @@ koila_status koila__drop_in_slices(const koila__planning *q, koila__way *best)
     const bool is_plan = q->is_plain && !q->plan->info.n_inner;
     koila__way base = { 0 };
     uint64_t bound;
-    if (!is_plan && has_many_loops(q))
+    if (!is_plan && has_many_loops(q)) {
+        spend_as_if_placed(q);
         return KOILA_OK;
+    }
     KOILA_TRY(koila__way_room(q, &base));
     if (q->options->rows > 0)
         koila__rows_as_forced(q->graph, q->options, base.rows);
@@ -875,17 +879,19 @@ static bool is_any_enough(const koila__planning *q, const koila__way *way, const
 
 /* No rung was tried. Where some were left out for what one segment needs, the least of that is told
  * in place of what `way` needs with nothing dropped: it is too much too. */
-static void tell_least(const koila__planning *q, const rungs *r, koila__way *way)
+static uint64_t least_told(const koila__planning *q, const rungs *r, const koila__way *way)
 {
     const uint64_t budget = q->options->budget_bytes;
+    uint64_t least = way->peak;
     for (uint32_t i = 0; i < r->all.n; i++) {
         const rung *x = &r->all.at[i];
         const uint64_t needs = x->waiting + x->gap;
         const bool is_left_out =
             x->bound <= budget && x->waiting + r->gap <= budget && needs > budget;
-        if (is_left_out && needs < way->peak)
-            way->peak = needs;
+        if (is_left_out && needs < least)
+            least = needs;
     }
+    return least;
 }
 
 static bool fits_now(const koila__planning *q, const koila__way *best)
@@ -975,22 +981,47 @@ static bool are_results_too_much(const rungs *r, const koila__way *way)
 }
 
 /* `way` needs too much with all that its loops hold. So results of the forward pass are dropped and
- * computed again, barriers included, where that is better. */
-koila_status koila__drop_along(koila__planning *q, koila_node turn, koila__way *way)
+ * computed again, barriers included: *best becomes the best of what was tried. Where nothing was,
+ * and `way` is not scheduled, *least becomes the least that is told of it. */
+static koila_status drop_through_loops(koila__planning *q, koila_node turn, const koila__way *way,
+                                       koila__way *best, uint64_t *least)
 {
-    koila__way best = { 0 };
     rungs r = no_rungs(q, way);
     r.fits_undropped = koila__way_fits(q, way);
     if (are_results_too_much(&r, way)) /* nothing is made yet */
         return KOILA_OK;
     koila_status status = make_rungs_along(q, way, turn, &r);
     if (status == KOILA_OK)
-        status = climb_along(q, way, &r, &best);
-    if (status == KOILA_OK && !best.placed && way->is_bound)
-        tell_least(q, &r, way);
+        status = climb_along(q, way, &r, best);
+    if (status == KOILA_OK && !best->placed && way->is_bound)
+        *least = least_told(q, &r, way);
+    free_rungs(&r);
+    return status;
+}
+
+koila_status koila__drop_along(koila__planning *q, koila_node turn, koila__way *way)
+{
+    koila__way best = { 0 };
+    const koila_status status = drop_through_loops(q, turn, way, &best, &way->peak);
     if (status == KOILA_OK && best.placed && koila__way_is_better(q, &best, way))
         koila__way_swap(way, &best);
     koila__way_free(&best);
-    free_rungs(&r);
+    return status;
+}
+
+koila_status koila__drop_in_loops(koila__planning *q, koila__way *best)
+{
+    koila__way rows = koila__way_so_far(q);
+    koila__way way = { 0 };
+    koila_node turn;
+    if (!has_many_loops(q))
+        return KOILA_OK;
+    KOILA_TRY(koila__drop_turn(q, &turn));
+    if (turn == KOILA_NONE)
+        return KOILA_OK;
+    const koila_status status = drop_through_loops(q, turn, &rows, &way, &rows.peak);
+    if (status == KOILA_OK && way.placed && (!best->placed || koila__way_is_better(q, &way, best)))
+        koila__way_swap(best, &way);
+    koila__way_free(&way);
     return status;
 }

@@ -15,6 +15,9 @@ koila_status koila__drop_along(koila__planning *q, koila_node turn, koila__way *
 koila_status koila__drop_whole(koila__planning *q, koila__way *best);
 /* The same in the most slices of rows, of few loops. */
 koila_status koila__drop_in_slices(const koila__planning *q, koila__way *best);
+/* The same in the slices of rows that the plan is, if it needs more loops: each computes again what
+ * it needs, or keeps it for those after it. */
+koila_status koila__drop_in_loops(koila__planning *q, koila__way *best);
 /* The same of the step placed along another axis, whose slices are calls of their own. *bound: the
  * least that a choice of what is dropped is bound to need; 0: not known. */
 koila_status koila__drop_unrolled(const koila__planning *q, const koila__placed *along,

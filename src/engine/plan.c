@@ -11,9 +11,9 @@
  * several loops. Before such a row is cut along other axes, which takes the most time, all rows are
  * tried with results dropped (koila__rival). Other axes of the batch (src/engine/axes.c) are tried
  * too, where the caller allows it: the likeliest first, each placed once, with gathered values
- * sliced again. If nothing fits, results are dropped along those as well. Of all that fits the
- * least time is taken; but once planning has taken long (src/engine/effort.h), what fits in little
- * time is not compared with more.
+ * sliced again. If nothing fits, results are dropped along those as well, and last of all in the
+ * loops of rows that need many. Of all that fits the least time is taken; but once planning has
+ * taken long (src/engine/effort.h), what fits in little time is not compared with more.
  *
  * A way that is bound to need more than the budget is not made. Where nothing fits, the error tells
  * the least that was made all the same; the least there is takes plans within larger budgets
@@ -231,18 +231,6 @@ static bool is_slower(const koila__way *way, double times)
     return koila__way_time(way) > times * koila__recorded_time(&way->schedule);
 }
 
-/* The plan so far, seen as a way: it borrows everything. */
-static koila__way way_of(const koila__planning *q)
-{
-    const koila_plan *p = q->plan;
-    return (koila__way){ .placed = p->placed,
-                         .schedule = p->schedule,
-                         .targets = p->targets,
-                         .rows = p->rows,
-                         .peak = p->info.peak_bytes,
-                         .accepted = q->accepted };
-}
-
 /* The plan is described later, for another one may take its place; its peak is known. */
 static void leave_bare(koila__planning *q)
 {
@@ -253,7 +241,7 @@ static void leave_bare(koila__planning *q)
 
 static double time_so_far(const koila__planning *q)
 {
-    const koila__way now = way_of(q);
+    const koila__way now = koila__way_so_far(q);
     return koila__way_time(&now);
 }
 
@@ -520,7 +508,7 @@ static void give_back(koila__planning *q)
 {
     koila_plan *p = q->plan;
     koila_assert(q->dim != KOILA_NONE && q->taken && !q->taken->way.placed);
-    q->taken->way = way_of(q);
+    q->taken->way = koila__way_so_far(q);
     p->placed = NULL;
     p->schedule = (koila__schedule){ 0 };
     p->info.peak_bytes = UINT64_MAX;
@@ -678,7 +666,7 @@ static bool is_better_recomputed(const koila__planning *q, const koila__way *way
 /* Is another axis cut, at more than so many times the time of the step as recorded? */
 static bool is_slower_axis(const koila__planning *q, double times)
 {
-    const koila__way now = way_of(q);
+    const koila__way now = koila__way_so_far(q);
     return (q->dim != KOILA_NONE || q->plan->info.n_inner) && is_slower(&now, times);
 }
 
@@ -686,9 +674,17 @@ static bool is_slower_axis(const koila__planning *q, double times)
  * step as recorded, or because planning has taken long? */
 static bool is_settled(const koila__planning *q)
 {
-    const koila__way now = way_of(q);
+    const koila__way now = koila__way_so_far(q);
     return !rows_do_not_fit(q) &&
            (koila__is_enough(q, &now) || !is_slower(&now, KOILA_COST_COMPARED));
+}
+
+/* Do loops of rows compute so much again that dropping results may take less time? */
+static bool is_slow_in_rows(const koila__planning *q)
+{
+    const koila__way now = koila__way_so_far(q);
+    return q->by_rows && q->options->rows <= 0 &&
+           now.schedule.work > KOILA_SLOW_ROWS * now.schedule.work_recorded;
 }
 
 /* Are results dropped in any case, or compared with the plan so far? */
@@ -696,7 +692,7 @@ static bool asks_to_recompute(const koila__planning *q)
 {
     const bool is_free = q->options->axes == KOILA_AXES_ANY && q->options->rows <= 0;
     return q->options->recomputes &&
-           (rows_do_not_fit(q) ||
+           (rows_do_not_fit(q) || is_slow_in_rows(q) ||
             (!is_settled(q) &&
              is_slower_axis(q, is_free ? KOILA_COST_COMPARED : KOILA_COST_FORWARD_AGAIN)));
 }
@@ -814,6 +810,8 @@ static koila_status plan_recomputed(koila__planning *q)
     if (status == KOILA_OK && !best.accepted && rows_do_not_fit(q) && !q->row_is_too_much &&
         q->options->axes == KOILA_AXES_ANY)
         status = plan_unrolled(q, &best);
+    if (status == KOILA_OK && !best.accepted)
+        status = koila__drop_in_loops(q, &best);
     if (status != KOILA_OK || !best.placed || !is_better_recomputed(q, &best)) {
         koila__way_free(&best);
         return status == KOILA_UNSUPPORTED ? KOILA_OK : status;

@@ -235,6 +235,17 @@ bool koila__way_is_better(const koila__planning *q, const koila__way *b, const k
     return b->peak < a->peak;
 }
 
+koila__way koila__way_so_far(const koila__planning *q)
+{
+    const koila_plan *p = q->plan;
+    return (koila__way){ .placed = p->placed,
+                         .schedule = p->schedule,
+                         .targets = p->targets,
+                         .rows = p->rows,
+                         .peak = p->info.peak_bytes,
+                         .accepted = q->accepted };
+}
+
 void koila__way_swap(koila__way *a, koila__way *b)
 {
     const koila__way was = *a;

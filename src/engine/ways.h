@@ -78,6 +78,8 @@ koila_status koila__way_keep_all(const koila__planning *q, koila__way *w);
 koila_status koila__way_whole(koila__planning *q, const koila__way **out);
 /* The node that runs at the peak of w in w->rows, or KOILA_NONE. */
 koila_node koila__way_peak_node(const koila__planning *q, const koila__way *w);
+/* The plan so far, seen as a way: it borrows everything. */
+koila__way koila__way_so_far(const koila__planning *q);
 void koila__way_swap(koila__way *a, koila__way *b);
 void koila__way_free(koila__way *w); /* nothing if it is not placed */
 /* Is it within the budget, and taken by the caller? */

@@ -21,14 +21,14 @@ MIB = 2**20
 
 
 class Block(nn.Module):
-    def __init__(self, width, norm, dropout):
+    def __init__(self, width, norm, dropout, bias=True):
         super().__init__()
         self.inner = nn.Sequential(
-            nn.Conv2d(width, width, 3, padding=1),
+            nn.Conv2d(width, width, 3, padding=1, bias=bias),
             norm(width),
             nn.SiLU(),
             nn.Dropout(dropout),
-            nn.Conv2d(width, width, 3, padding=1),
+            nn.Conv2d(width, width, 3, padding=1, bias=bias),
             norm(width),
         )
 
@@ -36,8 +36,8 @@ class Block(nn.Module):
         return x + self.inner(x)
 
 
-def tower(n=12, width=8, norm=lambda c: nn.GroupNorm(2, c), dropout=0.0):
-    blocks = [Block(width, norm, dropout) for _ in range(n)]
+def tower(n=12, width=8, norm=lambda c: nn.GroupNorm(2, c), dropout=0.0, bias=True):
+    blocks = [Block(width, norm, dropout, bias) for _ in range(n)]
     return nn.Sequential(
         nn.Conv2d(3, width, 3, padding=1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten()
     ).double()
@@ -68,7 +68,8 @@ class Strided(nn.Module):
 MODELS = {
     "convolutions": (tower, (3, 32, 32)),
     "dropout": (lambda: tower(dropout=0.3), (3, 32, 32)),
-    "batch norm": (lambda: tower(6, norm=nn.BatchNorm2d), (3, 32, 32)),
+    # a bias before batch norm has no gradient but what rounding leaves
+    "batch norm": (lambda: tower(6, norm=nn.BatchNorm2d, bias=False), (3, 32, 32)),
     "in place": (
         lambda: nn.Sequential(tower(4), nn.Linear(8, 8), nn.ReLU(inplace=True)).double(),
         (3, 32, 32),
@@ -156,8 +157,63 @@ def test_below_one_row_a_step_leaves_what_eager_leaves(name, rows):
         n_recomputed += plan.n_recomputed
         assert peak <= budget
         assert_same(expected, got, 1e-12 if rows > 1 else 0, f"{name}, {share}")
-        assert abs(plan.predicted_peak_bytes - plan.base_bytes - peak) <= 0.02 * peak
+        # of the run: before the first one, calls may be probed with the rest of the budget
+        assert abs(plan.predicted_peak_bytes - plan.measured_peak_bytes) <= 0.02 * peak
     assert n_recomputed or rows > 1, "it never fitted"
+
+
+class Inverted(nn.Module):
+    """As those of a MobileNet: four times as wide inside, batch norm behind each convolution."""
+
+    def __init__(self, width):
+        super().__init__()
+        wide = 4 * width
+        self.inner = nn.Sequential(
+            nn.Conv2d(width, wide, 1, bias=False),
+            nn.BatchNorm2d(wide),
+            nn.SiLU(),
+            nn.Conv2d(wide, wide, 3, padding=1, groups=wide, bias=False),
+            nn.BatchNorm2d(wide),
+            nn.SiLU(),
+            nn.Conv2d(wide, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+WITH_BATCH_NORM = {  # parts of what plain PyTorch holds beside the gradients
+    "residual": (lambda: tower(8, norm=nn.BatchNorm2d, bias=False), (0.27, 0.22)),
+    "inverted": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1, bias=False),
+            *[Inverted(8) for _ in range(6)],
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+        ).double(),
+        (0.12, 0.11),
+    ),
+}
+
+
+@counted
+@pytest.mark.parametrize("name", WITH_BATCH_NORM)
+def test_rows_that_wait_between_many_loops_are_dropped_too(name):
+    """All rows wait between the loops of batch norm. Where they did not fit nothing was tried any
+    more, and where they fitted only if each loop computed all again that took 12 times the work."""
+    make, shares = WITH_BATCH_NORM[name]
+    expected, whole = step(make, (3, 32, 32), 8, lambda x: x)
+    gradients = gradient_bytes(make)
+    for share in shares:
+        budget = gradients + int(share * (whole - gradients))
+        got, peak = step(make, (3, 32, 32), 8, lazy, budget)
+        plan = koila.last_plan()
+        assert peak <= budget
+        assert_same(expected, got, 1e-12, f"{name}, {share}")
+        assert abs(plan.predicted_peak_bytes - plan.measured_peak_bytes) <= 0.02 * peak
+        assert plan.n_recomputed and plan.n_micro_batches > 1 and len(plan.loops) > 8
+        assert plan.replay_ratio < 3
 
 
 def deep():

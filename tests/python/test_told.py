@@ -102,7 +102,26 @@ def test_a_gather_is_warned_of_once_with_its_line_and_a_remedy(caplog):
             h.sort(0).values.square().sum().backward()
     [told] = [t for t in lines(caplog, logging.WARNING) if "aten::sort" in t and "back" not in t]
     assert told.startswith("test_told.py:") and "f32[12, 5]" in told and "To avoid that" in told
+    assert "register_rule" not in told, "torch's own operators have their rules"
     assert held.all()
+
+
+@torch.library.custom_op("told::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_a_rule_is_asked_for_where_it_would_help(caplog):
+    caplog.set_level(logging.WARNING, "koila")
+    with koila.micro_batch(4):
+        twice(lazy(torch.randn(12, 512)).exp()).sum().item()
+    [told] = lines(caplog, logging.WARNING)
+    assert "told::twice" in told and "koila.register_rule()" in told
 
 
 def test_a_gather_that_takes_next_to_nothing_is_not_warned_of(caplog):
@@ -126,6 +145,20 @@ def test_batch_norm_that_runs_layers_again_is_warned_of(caplog):
     [told] = lines(caplog, logging.WARNING)
     more = round(100 * (koila.plans()[-4].replay_ratio - 1))
     assert f"{more} % of the step's work" in told and "batch_norm" in told and "eval()" in told
+
+
+@pytest.mark.about_the_cpu("the budget is the CPU's")
+def test_batch_norm_is_the_cause_also_where_results_are_dropped(caplog):
+    caplog.set_level(logging.WARNING, "koila")
+    wide = [m for _ in range(8) for m in (nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh())]
+    model = nn.Sequential(nn.Linear(5, 64), *wide, nn.Linear(64, 3))
+    x, y = torch.randn(4096, 5), torch.randint(0, 3, (4096,))
+    with koila.budget(_core.cpu_bytes_current() + 2000 * 1024), koila.axes("batch"):
+        F.cross_entropy(model(lazy(x)), lazy(y)).backward()
+    plan = koila.last_plan()
+    assert plan.n_recomputed and plan.n_micro_batches > 1
+    [told] = lines(caplog, logging.WARNING)
+    assert "batch_norm" in told and "eval()" in told
 
 
 def test_many_reads_are_warned_of_and_few_are_not(caplog):

@@ -267,6 +267,13 @@ static bool may_tune(const request *q)
            (q->step.asked_by == KOILA__ASKED_BY_BACKWARD && q->room.gpu < 0 && !is_deterministic);
 }
 
+/* Does the plan fit in rows, but computes so much again that other ways are compared with it? */
+static bool is_slow_in_rows(const request *q)
+{
+    return q->c->info.replay_ratio > KOILA_SLOW_ROWS && q->axes == KOILA_AXES_ROWS && !q->rows &&
+           !q->recomputes && q->ranks == Py_None;
+}
+
 static next find_plan(request *q)
 {
     koila_error err = KOILA_ERROR_INIT;
@@ -292,6 +299,8 @@ static next find_plan(request *q)
         q->c->compiles = q->tape->compiles;
     if (asks_anew(q))
         return RETRY;
+    if (q->c && is_slow_in_rows(q))
+        return retry_at_last(q);
     const bool ran_out = !q->c && status == KOILA_OOM;
     const bool is_cut = q->c && q->c->info.n_slices > 1;
     if ((is_cut || ran_out) && (settle_room(q) || keep_less(q, ran_out)))
