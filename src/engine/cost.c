@@ -96,6 +96,14 @@ static double multiply_adds(const koila_table *t, const koila_sig_info *s)
     }
 }
 
+/* Of a call that does nothing but draw, as many as its result has elements. */
+static double draws(const koila_table *t, const koila_sig_info *s)
+{
+    const bool is_drawn = koila__flags_of_op(t, s->op) & KOILA_OP_RANDOM && s->n_inputs < 2;
+    const koila_meta out = s->n_outputs ? s->outputs[0] : KOILA_NONE;
+    return is_drawn && out != KOILA_NONE ? elements(koila__meta(t, out)) : 0;
+}
+
 /* A copy to host memory or back. */
 static double offload(const koila_table *t, const koila_sig_info *s)
 {
@@ -119,6 +127,8 @@ koila__cost koila__cost_of(const koila_table *t, const koila_sig_info *s)
     const double dense = multiply_adds(t, s) * KOILA_COST_BYTES_PER_MULTIPLY_ADD;
     const uint32_t kind = koila_facts_dense(koila__facts_of_op(t, s->op));
     const bool is_conv = kind == KOILA_FACT_DENSE_CONV || kind == KOILA_FACT_DENSE_CONV_BACKWARD;
-    return (koila__cost){ n_bytes + dense,
+    const double drawn =
+        draws(t, s) * KOILA_COST_MULTIPLY_ADDS_PER_DRAW * KOILA_COST_BYTES_PER_MULTIPLY_ADD;
+    return (koila__cost){ n_bytes + dense + drawn,
                           dense > KOILA_COST_EXPENSIVE_RATIO * n_bytes || (dense > 0 && is_conv) };
 }

@@ -387,7 +387,8 @@ static koila_status make_rungs(const koila__planning *q, const koila__way *base,
     koila__outline_options how = { .rows = base->rows,
                                    .workspace = o->workspace,
                                    .user = o->user,
-                                   .n_loops = base->schedule.n_loops };
+                                   .n_loops = base->schedule.n_loops,
+                                   .repeats_writes = q->repeats_writes };
     KOILA_TRY(
         koila__outline_new(&r->usual, base->placed, base->targets, q->n_targets, at, &how, q->mem));
     koila__spend(q->effort, KOILA_COST_NS_OUTLINE, r->n_nodes);
@@ -776,7 +777,8 @@ static koila_status make_rungs_along(const koila__planning *q, const koila__way 
                                      koila_node turn, rungs *r)
 {
     static const uint32_t n_segments[] = { 32, 24, 16, 12, 8, 6, 5, 4, 3, 2 };
-    koila__outline_options how = { .n_loops = way->schedule.n_loops };
+    koila__outline_options how = { .n_loops = way->schedule.n_loops,
+                                   .repeats_writes = q->repeats_writes };
     koila__recompute x = { .at = last_from(way->placed, turn) };
     int64_t *one = koila__arena_array(&q->plan->arena, (size_t)q->graph->axes.n + 1, sizeof *one);
     if (!one)

@@ -102,11 +102,67 @@ static void find_needed(koila__outline *o, const koila_value *targets, uint32_t 
     }
 }
 
+/* Is v memory that nothing was written to? */
+static bool has_no_contents(const koila__outline *o, koila_value v)
+{
+    const koila_node n = producer(o, o->root[v]);
+    return n != KOILA_NONE && o->g->table->ops.at[sig_of(o, n)->op].facts & KOILA_FACT_EMPTY;
+}
+
+/* Can a slice draw its own numbers alone? A CPU draws masks of dropout in the order of memory; of
+ * what else is drawn each slice draws the numbers of all rows. */
+static bool draws_in_slices(const koila__outline *o, koila_node n)
+{
+    const bool is_gpu = koila__value_meta(o->g, output_of(o, n, 0))->device >> 8 == 1;
+    return !is_gpu && o->g->table->ops.at[sig_of(o, n)->op].facts & KOILA_FACT_DRAWS_MASK;
+}
+
+/* Does the call draw the same numbers again, if it is random, for no more than what it takes once?
+ * It draws from the state that was recorded before it; but where the numbers depend on a tensor
+ * (Note [Random] in place.h), its last bits may be others. */
+static bool draws_alike(const koila__outline *o, koila_node n)
+{
+    const koila_sig_info *s = sig_of(o, n);
+    if (!(o->g->table->ops.at[s->op].flags & KOILA_OP_RANDOM))
+        return true;
+    for (uint32_t i = 0; i < s->n_inputs; i++)
+        if (koila__reads(s, i) && !has_no_contents(o, input_of(o, n, i)))
+            return false;
+    return o->is_whole || draws_in_slices(o, n);
+}
+
+/* Was v drawn, and then written to? The mask of a dropout is, which is scaled in place. */
+static bool was_drawn(const koila__outline *o, koila_value v)
+{
+    for (koila_node n = producer(o, v); n != KOILA_NONE && sig_of(o, n)->n_writes;) {
+        if (o->g->table->ops.at[sig_of(o, n)->op].flags & KOILA_OP_RANDOM)
+            return true;
+        n = producer(o, input_of(o, n, sig_of(o, n)->writes[0].input));
+    }
+    return false;
+}
+
+/* May the call, if it writes, make once more a new value of one that the step has made (Note
+ * [Writes] in graph.h)? What it is made of may be there still: a write goes to a copy then. What
+ * all slices have made is not joined, or added up, again. */
+static bool writes_anew(const koila__outline *o, koila_node n)
+{
+    const koila_sig_info *s = sig_of(o, n);
+    if (!s->n_writes)
+        return true;
+    if (s->n_writes > 1 || s->n_fresh || o->p->unrolled)
+        return false;
+    const koila_value base = input_of(o, n, s->writes[0].input);
+    return producer(o, base) != KOILA_NONE &&
+           (o->options.repeats_writes || was_drawn(o, output_of(o, n, 0)));
+}
+
 /* May the node run a second time, as far as its operator goes? */
 static bool may_repeat(const koila__outline *o, koila_node n)
 {
     const koila_sig_info *s = sig_of(o, n);
-    if (s->n_writes || (o->g->table->ops.at[s->op].flags & (KOILA_OP_RANDOM | KOILA_OP_OPAQUE)))
+    if (o->g->table->ops.at[s->op].flags & KOILA_OP_OPAQUE || !writes_anew(o, n) ||
+        !draws_alike(o, n))
         return false;
     for (uint32_t j = 0; j < s->n_outputs; j++)
         if (o->p->value[output_of(o, n, j)].kind == KOILA_P)

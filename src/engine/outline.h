@@ -49,6 +49,9 @@ typedef struct koila__outline_options {
     void *user;
     uint32_t n_loops; /* of the step as it was placed; 0: it runs whole */
     bool uses_host;   /* results may wait in host memory */
+    /* Calls that write in place may run again. What they have written ends the segments of many
+     * nets well (the sums of residual blocks), so it stays where that helps. */
+    bool repeats_writes;
 } koila__outline_options;
 
 /* With no more of them, forward and backward pass share one. */

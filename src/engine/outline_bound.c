@@ -398,8 +398,15 @@ static void see_again(const koila__outline *o, koila_node n, moments *m)
     for (uint32_t k = o->head[n]; k; k = o->next[k - 1]) {
         const koila_node made = o->makers.at[k - 1].node;
         const uint64_t rise = o->rise_again[k - 1], fall = o->fall_again[k - 1];
+        const uint64_t inside = o->workspace ? o->workspace[made] : 0;
+        if (sig_of(o, made)->n_writes) { /* where its base was, which may end there */
+            see(m, m->now + inside);
+            m->now += rise - fall;
+            see(m, m->now);
+            continue;
+        }
         m->now += rise;
-        see(m, held_at(o, made, m->now, rise, fall) + (o->workspace ? o->workspace[made] : 0));
+        see(m, held_at(o, made, m->now, rise, fall) + inside);
         m->now -= fall;
     }
 }

@@ -2,8 +2,8 @@
  *
  * What runs again is decided backwards from `at`. A dropped storage is wanted, so its maker runs
  * again, so what that reads is wanted too, or stays: leaves, what another segment made, and what
- * must not run twice (random draws, writes, modules that run as they are, partial sums). Storages
- * stay or go, not values: a view of what stays costs nothing.
+ * must not run twice (modules that run as they are, partial sums, numbers that are drawn for a
+ * tensor of probabilities). Storages stay or go, not values: a view of what stays costs nothing.
  *
  * This is checkpointing by segments (Chen et al. 2016) of a recorded graph: operators, not modules,
  * and the segments end where the fewest bytes cross. */

@@ -580,14 +580,53 @@ static bool is_dropped_in(const koila__planning *q, double times)
     return q->sliced.placed && q->sliced.accepted && !is_slower(&q->sliced, times);
 }
 
+static bool is_drawn(const koila_graph *g, koila_node n)
+{
+    return koila__flags_of_op(g->table, koila__node_sig(g, n)->op) & KOILA_OP_RANDOM;
+}
+
+/* Does the step write to what it has made, but for masks of dropout, which are scaled in place? */
+static bool writes_in_place(const koila_graph *g)
+{
+    for (koila_node n = 0; n < g->nodes.n; n++) {
+        const koila_sig_info *s = koila__node_sig(g, n);
+        if (!s->n_writes || is_drawn(g, n))
+            continue;
+        const uint32_t at = g->nodes.at[n].first_input + s->writes[0].input;
+        const koila_node maker = g->values.at[g->inputs.at[at]].node;
+        if (maker != KOILA_NONE && !is_drawn(g, maker))
+            return true;
+    }
+    return false;
+}
+
 /* The rows with results dropped: whole, and in the most slices, where that may be less work. */
-static koila_status drop_in_rows(koila__planning *q)
+static koila_status drop_in_rows_once(koila__planning *q)
 {
     KOILA_TRY(drop_whole(q));
     if (q->largest_axis <= 1 || q->is_empty || is_dropped_in(q, KOILA_COST_COMPARED))
         return KOILA_OK;
     const koila_status status = drop_in_slices(q);
     return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
+}
+
+/* The same, with what is written in place dropped too: made once. */
+static koila_status drop_written(koila__planning *q)
+{
+    if (q->is_written_dropped)
+        return KOILA_OK;
+    q->is_written_dropped = q->repeats_writes = true;
+    q->is_sliced = q->is_whole_dropped = false;
+    const koila_status status = drop_in_rows_once(q);
+    q->repeats_writes = false;
+    return status;
+}
+
+/* Both, as long as there is time for planning. */
+static koila_status drop_in_rows(koila__planning *q)
+{
+    KOILA_TRY(drop_in_rows_once(q));
+    return koila__is_spent(q->effort) || !writes_in_place(q->graph) ? KOILA_OK : drop_written(q);
 }
 
 /* koila__rival.try of a row: all rows with results dropped. Whole they hold no less than a row
@@ -800,25 +839,42 @@ static koila_status take_dropped(koila__planning *q)
     return KOILA_OK;
 }
 
+/* The rows with results dropped, in many loops too: q->sliced. */
+static koila_status drop_through_loops(koila__planning *q)
+{
+    return q->sliced.accepted ? KOILA_OK : koila__drop_in_loops(q, &q->sliced);
+}
+
+/* The last resort. */
+static koila_status drop_written_through_loops(koila__planning *q)
+{
+    if (q->sliced.accepted || !rows_do_not_fit(q) || !writes_in_place(q->graph))
+        return KOILA_OK;
+    KOILA_TRY(drop_written(q));
+    q->repeats_writes = true;
+    const koila_status status = drop_through_loops(q);
+    q->repeats_writes = false;
+    return status;
+}
+
 /* Nothing fits as recorded: results of the forward pass are dropped and computed again, in the most
  * slices, or in one. The plan changes if that needs less. */
 static koila_status plan_recomputed(koila__planning *q)
 {
-    koila__way best = { 0 };
     koila_status status = drop_in_rows(q);
-    koila__way_swap(&best, &q->sliced);
-    if (status == KOILA_OK && !best.accepted && rows_do_not_fit(q) && !q->row_is_too_much &&
+    if (status == KOILA_OK && !q->sliced.accepted && rows_do_not_fit(q) && !q->row_is_too_much &&
         q->options->axes == KOILA_AXES_ANY)
-        status = plan_unrolled(q, &best);
-    if (status == KOILA_OK && !best.accepted)
-        status = koila__drop_in_loops(q, &best);
-    if (status != KOILA_OK || !best.placed || !is_better_recomputed(q, &best)) {
-        koila__way_free(&best);
+        status = plan_unrolled(q, &q->sliced);
+    if (status == KOILA_OK)
+        status = drop_through_loops(q);
+    if (status == KOILA_OK)
+        status = drop_written_through_loops(q);
+    if (status != KOILA_OK || !q->sliced.placed || !is_better_recomputed(q, &q->sliced))
         return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
-    }
     q->dim = KOILA_NONE;
     q->unit = 1;
-    adopt(q, &best);
+    adopt(q, &q->sliced);
+    q->sliced.placed = NULL; /* the plan's now */
     leave_bare(q);
     return KOILA_OK;
 }

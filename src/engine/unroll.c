@@ -359,6 +359,7 @@ static koila_status hand_over(orderer *u, koila__placed **out)
                           .need = u->need.at,
                           .node = u->node.at,
                           .lowered = lowered,
+                          .unrolled = true,
                           .n_recorded_values = n_lowered,
                           .cap_values = u->value.cap,
                           .cap_needs = u->need.cap,

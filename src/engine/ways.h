@@ -56,10 +56,12 @@ typedef struct koila__planning {
     bool is_rival;        /* plan.c: results are dropped before a row is cut along other axes */
     bool row_is_too_much; /* along no axis a row fits, with results dropped: nor do more of them */
     bool is_sliced, is_whole_dropped; /* made: of the most slices; of the step whole */
+    bool is_written_dropped;          /* made: both, with what is written in place dropped too */
     uint64_t whole_dropped; /* that is bound to need so much, as far as was tried; 0: not known */
     koila__way whole; /* koila__way_whole(); the plan's until another one is adopted, or its own */
-    bool is_bare;     /* the plan is not described yet */
-    bool is_lazy;     /* what cannot fit is not scheduled: koila__way.is_bound */
+    bool repeats_writes; /* koila__outline_options.repeats_writes */
+    bool is_bare;        /* the plan is not described yet */
+    bool is_lazy;        /* what cannot fit is not scheduled: koila__way.is_bound */
 } koila__planning;
 
 typedef koila_status (*koila__place_fn)(const koila_graph *, const koila_value *, uint32_t,

@@ -192,6 +192,7 @@ typedef struct koila__placed {
     bool again_apart;
     /* what is computed again runs in no earlier loop than the calls recorded before it */
     bool again_behind;
+    bool unrolled; /* engine/unroll.c: writes join, or add up, what the slices have made */
     uint32_t n_recorded_values;
     /* allocated elements of `value`, `need`, `node` */
     size_t cap_values, cap_needs, cap_nodes;

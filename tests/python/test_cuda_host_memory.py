@@ -134,8 +134,7 @@ def test_the_price_of_a_byte_decides_between_copying_and_computing_again():
     assert not koila.last_plan().n_offloaded and koila.last_plan().n_recomputed
 
 
-def test_what_cannot_be_computed_again_can_wait():
-    """Masks of dropout run once: without host memory they stay."""
+def test_with_host_memory_less_fits_than_with_results_computed_again_alone():
 
     def least(use):
         share = 0.6
