@@ -122,13 +122,16 @@ def test_a_resident_budget_stays_kept_and_gradients_are_the_same(trimmed):
     assert slices_of(model, x, y)[1] == 1  # what koila imports for its first step is resident now
     ctypes.CDLL(None).malloc_trim(0)
     budget = resident(with_files=True) + 64 * MIB  # the step needs 96
-    with koila.budget(budget, resident=True):
+    found = []
+    with koila.budget(budget, resident=True):  # which a comparison may be refused
         for _ in range(2):
             got, n = slices_of(model, x, y)
             assert n > 1
-            assert_close(got, whole)
+            found.append(got)
             assert resident(with_files=True) <= budget
             assert koila.last_plan().budget_bytes + _core.resident()["base"] <= budget
+    for got in found:
+        assert_close(got, whole)
     assert slices_of(model, x, y)[1] == 1
 
 
