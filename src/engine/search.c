@@ -92,6 +92,8 @@ typedef struct search {
     uint32_t n_policies;
     int64_t batch;  /* rows of the main axis */
     bool is_sorted; /* the candidates are sorted by work */
+    /* ways are compared by it: along another axis, and with results dropped */
+    bool by_time;
     /* the placement and its targets; rows and peak of the taken candidate; at the end also its
      * schedule */
     koila__way found;
@@ -545,7 +547,7 @@ static koila_status improve(search *x, int64_t before, int64_t n_slices)
 {
     if (x->q->options->accepts)
         return refine(x, before, n_slices);
-    if (x->q->seeds) /* along another axis ways are compared by time */
+    if (x->by_time)
         try_thinner(x, n_slices);
     return KOILA_OK;
 }
@@ -604,7 +606,7 @@ static uint64_t bound_of_all(const search *x)
 koila_status koila__search_placed(koila__planning *q, const koila__keep *keeps, uint32_t n,
                                   koila__way *s)
 {
-    search x = { .q = q, .found = *s, .n_policies = n };
+    search x = { .q = q, .found = *s, .n_policies = n, .by_time = q->seeds || n };
     koila__spend(q->effort, KOILA_COST_NS_LOOPS, s->placed->graph->nodes.n);
     koila_status status = koila__scheduler_new(&x.scheduler, s->placed, s->targets, q->n_targets,
                                                false, q->mem, q->err);
