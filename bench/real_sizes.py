@@ -1,9 +1,9 @@
 """Records one training step of models of the sizes that people train, on the meta device, without
 computing it. `build-rel/bench_plan graphs DIR/*.kgraph` then measures how long planning takes.
 
-    python bench/real_sizes.py DIR [model ...]
+    python bench/real_sizes.py DIR [model ...] [--samples 1,2]
 
-Each is written with one sample and with two: DIR/gpt2-1.kgraph, DIR/gpt2-2.kgraph, ...
+Each is written for each number of samples: DIR/gpt2-1.kgraph, DIR/gpt2-2.kgraph, ...
 """
 
 import argparse
@@ -26,7 +26,8 @@ LLAMA = LAYERS | dict(intermediate_size=2048, vocab_size=32000, max_position_emb
 LLAMA |= dict(num_key_value_heads=4, use_cache=False)
 WINDOW = dict(sliding_window=256)
 QWEN2 = dict(use_sliding_window=True, max_window_layers=1)
-T5 = dict(num_layers=6, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False)
+T5 = dict(num_layers=6, decoder_start_token_id=0, use_cache=False)
+B0 = dict(width_coefficient=1.0, depth_coefficient=1.0, hidden_dim=1280)
 STILL = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 MAMBA = dict(hidden_size=256, num_hidden_layers=4, use_cache=False, use_mambapy=False)
 
@@ -55,12 +56,23 @@ def language(tokens, kind, config, **settings):
     return made
 
 
-def t5(samples):
-    model = on_meta("T5ForConditionalGeneration", "T5Config", **T5)
-    return lambda ids, labels: model(input_ids=ids, labels=labels).loss, (
-        numbers(samples, 512),
-        numbers(samples, 256),
-    )
+def labelled(tokens, label_tokens, kind, config, **settings):
+    """Of a model that takes labels: f(samples) -> (step, batch)."""
+
+    def made(samples):
+        model = on_meta(kind, config, **settings)
+        batch = numbers(samples, tokens), numbers(samples, label_tokens)
+        return lambda ids, labels: model(input_ids=ids, labels=labels).loss, batch
+
+    return made
+
+
+def t5(**settings):
+    return labelled(512, 256, "T5ForConditionalGeneration", "T5Config", **T5, **settings)
+
+
+def bert(**settings):
+    return labelled(512, 512, "BertForMaskedLM", "BertConfig", **settings)
 
 
 def images(model, size, logits):
@@ -133,14 +145,10 @@ def segmented(model, *size):
     return made
 
 
-def bert(samples):
-    model = on_meta("BertForMaskedLM", "BertConfig", **STILL)
-    ids = numbers(samples, 512)
-    return lambda ids, labels: model(input_ids=ids, labels=labels).loss, (ids, ids.clone())
-
-
 MODELS = {
-    "bert": bert,
+    "bert": bert(**STILL),
+    "bert-dropout": bert(),
+    "mpnet-dropout": labelled(512, 512, "MPNetForMaskedLM", "MPNetConfig"),
     "unet2d": segmented(lambda: UNet(2, 64, 5, group_norm), 512, 512),
     "unet3d": segmented(lambda: UNet(3, 32, 4, group_norm), 128, 128, 128),
     "segmenter": segmented(lambda: UNet(2, 64, 5, nn.BatchNorm2d), 512, 512),
@@ -151,9 +159,18 @@ MODELS = {
     "llama": language(2048, "LlamaForCausalLM", "LlamaConfig", **LLAMA),
     "mistral": language(2048, "MistralForCausalLM", "MistralConfig", **LLAMA, **WINDOW),
     "qwen2": language(2048, "Qwen2ForCausalLM", "Qwen2Config", **LLAMA, **WINDOW, **QWEN2),
-    "t5": t5,
+    "t5": t5(dropout_rate=0.0),
+    "t5-dropout": t5(),
     "vit": images(vit, 384, lambda out: out.logits),
     "mamba": language(256, "MambaForCausalLM", "MambaConfig", **MAMBA),
+    "resnet50": images(
+        lambda: on_meta("ResNetForImageClassification", "ResNetConfig"), 512, lambda out: out.logits
+    ),
+    "efficientnet": images(
+        lambda: on_meta("EfficientNetForImageClassification", "EfficientNetConfig", **B0),
+        384,
+        lambda out: out.logits,
+    ),
     "deep": images(deep_on_meta, 512, lambda out: out),
 }
 
@@ -162,10 +179,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("models", nargs="*", default=list(MODELS))
+    parser.add_argument("--samples", default="1,2", help="how many, separated by commas")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     for name in given.models:
-        for samples in (1, 2):
+        for samples in map(int, given.samples.split(",")):
             step, batch = MODELS[name](samples)
             plan = koila.plan(step, *batch)
             plan.save(given.folder / f"{name}-{samples}.kgraph")
