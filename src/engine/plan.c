@@ -613,12 +613,15 @@ static koila_status drop_in_rows_once(koila__planning *q)
 /* The same, with what is written in place dropped too: made once. */
 static koila_status drop_written(koila__planning *q)
 {
+    const uint64_t least = q->whole_dropped;
     if (q->is_written_dropped)
         return KOILA_OK;
     q->is_written_dropped = q->repeats_writes = true;
     q->is_sliced = q->is_whole_dropped = false;
     const koila_status status = drop_in_rows_once(q);
     q->repeats_writes = false;
+    if (least && least < q->whole_dropped)
+        q->whole_dropped = least;
     return status;
 }
 
@@ -839,20 +842,20 @@ static koila_status take_dropped(koila__planning *q)
     return KOILA_OK;
 }
 
-/* The rows with results dropped, in many loops too: q->sliced. */
-static koila_status drop_through_loops(koila__planning *q)
+/* The same in many loops, where that is not accepted so far. */
+static koila_status drop_in_many_loops(koila__planning *q)
 {
     return q->sliced.accepted ? KOILA_OK : koila__drop_in_loops(q, &q->sliced);
 }
 
-/* The last resort. */
-static koila_status drop_written_through_loops(koila__planning *q)
+/* The last resort: both, with what is written in place dropped too. */
+static koila_status drop_written_at_last(koila__planning *q)
 {
     if (q->sliced.accepted || !rows_do_not_fit(q) || !writes_in_place(q->graph))
         return KOILA_OK;
     KOILA_TRY(drop_written(q));
     q->repeats_writes = true;
-    const koila_status status = drop_through_loops(q);
+    const koila_status status = drop_in_many_loops(q);
     q->repeats_writes = false;
     return status;
 }
@@ -866,9 +869,9 @@ static koila_status plan_recomputed(koila__planning *q)
         q->options->axes == KOILA_AXES_ANY)
         status = plan_unrolled(q, &q->sliced);
     if (status == KOILA_OK)
-        status = drop_through_loops(q);
+        status = drop_in_many_loops(q);
     if (status == KOILA_OK)
-        status = drop_written_through_loops(q);
+        status = drop_written_at_last(q);
     if (status != KOILA_OK || !q->sliced.placed || !is_better_recomputed(q, &q->sliced))
         return status == KOILA_UNSUPPORTED ? KOILA_OK : status;
     q->dim = KOILA_NONE;

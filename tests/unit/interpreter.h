@@ -436,6 +436,21 @@ __attribute__((unused)) static bool run_recorded(heap *h, const koila_graph *g, 
     return true;
 }
 
+/* The truth of all of g: truth_free(). */
+__attribute__((unused)) static tensor **truth_of(heap *h, const koila_graph *g)
+{
+    tensor **value = calloc(g->values.n + 1, sizeof *value);
+    CHECK(run_recorded(h, g, value));
+    return value;
+}
+
+__attribute__((unused)) static void truth_free(const koila_graph *g, tensor **value)
+{
+    for (koila_value v = 0; v < g->values.n; v++)
+        drop(&value[v]);
+    free(value);
+}
+
 /* ---- a schedule */
 
 typedef struct interpreter {

@@ -70,15 +70,12 @@ static void step_init(step *x, uint64_t seed, int64_t rows)
         CALL("aten::sum.dim_IntList", rg_matrix(r, 1, WIDTH), "tlb", g, 1, (int64_t)0, 1);
     if (r->status != KOILA_OK)
         abort();
-    x->truth = calloc(r->g->values.n + 1, sizeof *x->truth);
-    CHECK(run_recorded(&x->h, r->g, x->truth));
+    x->truth = truth_of(&x->h, r->g);
 }
 
 static void step_deinit(step *x)
 {
-    for (koila_value v = 0; v < x->r.g->values.n; v++)
-        drop(&x->truth[v]);
-    free(x->truth);
+    truth_free(x->r.g, x->truth);
     rg_deinit(&x->r);
 }
 

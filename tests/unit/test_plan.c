@@ -497,15 +497,12 @@ static void known_step_init(known_step *x, uint64_t seed, uint32_t n_nodes)
     *x = (known_step){ 0 };
     if (rg_init(&x->r, NULL, seed, NULL, 0, n_nodes) != KOILA_OK)
         abort();
-    x->truth = calloc(x->r.g->values.n + 1, sizeof *x->truth);
-    CHECK(run_recorded(&x->h, x->r.g, x->truth));
+    x->truth = truth_of(&x->h, x->r.g);
 }
 
 static void known_step_deinit(known_step *x)
 {
-    for (koila_value v = 0; v < x->r.g->values.n; v++)
-        drop(&x->truth[v]);
-    free(x->truth);
+    truth_free(x->r.g, x->truth);
     rg_deinit(&x->r);
 }
 

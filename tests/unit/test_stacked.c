@@ -72,15 +72,12 @@ static void step_init(step *x, uint64_t seed)
         x->targets[x->n_targets++] = sum;
     if (r->status != KOILA_OK)
         abort();
-    x->truth = calloc(r->g->values.n + 1, sizeof *x->truth);
-    CHECK(run_recorded(&x->h, r->g, x->truth));
+    x->truth = truth_of(&x->h, r->g);
 }
 
 static void step_deinit(step *x)
 {
-    for (koila_value v = 0; v < x->r.g->values.n; v++)
-        drop(&x->truth[v]);
-    free(x->truth);
+    truth_free(x->r.g, x->truth);
     rg_deinit(&x->r);
 }
 
