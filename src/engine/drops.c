@@ -489,11 +489,14 @@ static bool is_likely(const rungs *r, const rung *x)
     return !x->is_out && x->bound <= r->budget && (is_in_gap || !asks_for_gap(r));
 }
 
-/* Rung x needs so much, and does not fit. Others may need a part of it less beyond what waits. */
+/* Rung x needs so much, and does not fit. Others may need a part of it less beyond what waits and
+ * the results, which are the same for all. */
 static void learn_gap(rungs *r, const rung *x, uint64_t needs, uint64_t part)
 {
+    const uint64_t results = koila__outline_results(r->usual);
     const uint64_t gap = needs > x->waiting ? needs - x->waiting : 0;
-    r->gap = gap - gap / part > r->gap ? gap - gap / part : r->gap;
+    const uint64_t less = gap > results ? (gap - results) / part : 0;
+    r->gap = gap - less > r->gap ? gap - less : r->gap;
 }
 
 /* Is rung x one of those that are tried, as far as its bytes go? */
