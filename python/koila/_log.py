@@ -120,10 +120,10 @@ def slow(plan: Plan) -> list[tuple[Any, str]]:
 
 
 def _remedy_of(operator: str) -> str:
-    """What can be done about a gather by it. The rules of torch's own operators are known: those
-    that need all rows have none that would help."""
+    """What can be done about a gather by it. The rules of the operators of torch and of koila are
+    known: those that need all rows have none that would help."""
     outside = "outside of the step it costs the same and is plain"
-    if operator.startswith("aten::"):
+    if operator.startswith(("aten::", "koila::")):
         return outside
     return f"koila.register_rule() can say how it is cut, if its rows are independent; {outside}"
 

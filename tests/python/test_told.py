@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import koila
+from helpers import Cut
 from koila import _core, _log, _progress, lazy
 
 
@@ -122,6 +123,19 @@ def test_a_rule_is_asked_for_where_it_would_help(caplog):
         twice(lazy(torch.randn(12, 512)).exp()).sum().item()
     [told] = lines(caplog, logging.WARNING)
     assert "told::twice" in told and "koila.register_rule()" in told
+
+
+def test_no_rule_is_asked_for_of_an_operator_of_koila(caplog):
+    """A convolution along the height, of which batch norm needs all rows."""
+    caplog.set_level(logging.WARNING, "koila")
+    norms = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), norms[0], nn.Conv2d(8, 8, 3, padding=1), norms[1]
+    )
+    with Cut(4):
+        model(lazy(torch.randn(1, 1, 32, 32))).square().mean().backward()
+    told = [text for text in lines(caplog, logging.WARNING) if "koila::conv_rows needs" in text]
+    assert told and not any("register_rule" in text for text in told)
 
 
 def test_a_gather_that_takes_next_to_nothing_is_not_warned_of(caplog):
