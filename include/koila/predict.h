@@ -85,10 +85,11 @@ KOILA_API uint64_t koila_product_workspace(const koila_table *t, koila_sig sig,
 /** The bytes of a CUBLASLT_WORKSPACE_SIZE, which is in KiB. NULL, or no number: torch's default. */
 KOILA_API uint64_t koila_cublaslt_workspace(const char *size);
 
-/** Bytes of the copies in another dtype that the call makes of its operands on a CPU, where it
- * computes in one dtype (a mask times numbers, a half-precision tensor plus a float32 one, a sum of
- * flags): of all rows; 0: none, or nobody knows. */
-KOILA_API uint64_t koila_cast_bytes(const koila_table *t, koila_sig sig);
+/** Bytes that the call uses inside on a CPU, of all rows, where its shapes tell them; 0: none, or
+ * nobody knows. They are copies of its operands in another dtype, where it computes in one (a mask
+ * times numbers, a half-precision tensor plus a float32 one, a sum of flags), and CTC's table of
+ * backward sums. */
+KOILA_API uint64_t koila_cpu_inside_bytes(const koila_table *t, koila_sig sig);
 
 /** Bytes of three runs, in which operators use the least, the likely and the most memory inside.
  * low <= expected <= high; low and high are the least and the most of the three. */

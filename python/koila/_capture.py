@@ -228,6 +228,7 @@ _WITH_A_VALUE_OF_EACH_SLICE = (
     "_cudnn_rnn",
     "miopen_rnn",
     "koila::packed_rnn",
+    "koila::ctc_loss",
     "koila::opaque_kept",
 )
 

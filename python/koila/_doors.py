@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from ._torch import DATA, GRAD, NUMPY, SETTING_UP, set_data, torch, untyped_storage
-from . import _control_flow, _core, _packed
+from . import _control_flow, _core, _ctc, _packed
 from ._errors import UnsupportedError
 from ._settled import alias_of, count_write
 from ._tensor import LazyTensor, plain
@@ -125,6 +125,7 @@ def _install() -> None:
     _quick_rules()
     _lazy_states()
     _packed.install()
+    _ctc.install()
     for hop in list(getattr(torch._ops, "_higher_order_ops", {}).values()):
         try:
             hop.py_impl(LazyTensor)(refuse)

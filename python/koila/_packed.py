@@ -22,13 +22,13 @@ where a layer takes it.
 from __future__ import annotations
 
 import threading
-import types
 import weakref
 from typing import Any, NamedTuple
 from collections.abc import Callable
 
 from ._torch import torch
 from . import _core
+from ._instead import instead
 from ._recurrent import LSTM, MODES, operators
 from ._tensor import LazyTensor, plain
 
@@ -524,43 +524,14 @@ def lazy_packed(
 # ---- installing
 
 
-def _instead(function: Any, replacement: Callable[..., Any], head: str, of: str) -> None:
-    """`function`, also where it was imported by name before, calls `replacement(original,
-    *arguments)` where one of the values `of` is lazy. Any other call sees torch's code alone: no
-    frame of koila's, which torch.compile would try to compile.
-
-    head: of its definition."""
-    name, known = function.__name__, function.__globals__
-    original = types.FunctionType(function.__code__, known, name)
-    original.__defaults__, original.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    known[f"_koila_plain_{name}"] = original
-    known[f"_koila_lazy_{name}"] = lambda *given: replacement(original, *given)
-    known["_koila_LazyTensor"] = LazyTensor
-    arguments = ", ".join(argument.partition("=")[0] for argument in head.split(", "))
-    scope: dict[str, Any] = {}
-    exec(
-        f"def {name}({head}):\n"
-        f"    for value in ({of},):\n"
-        "        if isinstance(value, _koila_LazyTensor):\n"
-        f"            return _koila_lazy_{name}({arguments})\n"
-        f"    return _koila_plain_{name}({arguments})",
-        scope,
-    )
-    at = function.__code__
-    # TorchScript finds a function's source by its file and line
-    function.__code__ = scope[name].__code__.replace(
-        co_filename=at.co_filename, co_firstlineno=at.co_firstlineno
-    )
-
-
 def install() -> None:
-    _instead(
+    instead(
         rnn.pack_padded_sequence,
         pack_padded_sequence,
         "input, lengths, batch_first=False, enforce_sorted=True",
         "input, lengths",
     )
-    _instead(
+    instead(
         rnn.pad_packed_sequence,
         pad_packed_sequence,
         "sequence, batch_first=False, padding_value=0.0, total_length=None",

@@ -433,3 +433,50 @@ bool koila__rule_multi_margin_backward(koila__case *c)
     return row_loss_backward(c, 6, KOILA_NONE);
 }
 bool koila__rule_multilabel_margin_backward(koila__case *c) { return row_loss_backward(c, 3, 3); }
+
+/* ---- CTC, see python/koila/_ctc.py: rows are independent */
+
+/* The samples that both operators are given, from position `at` on: log_probs[T, B, C], targets
+ * [B, S] or [N], input_lengths[B], target_lengths[B], begins?[B]. *row: of what has one number, or
+ * one row, for each. */
+static bool ctc_samples(koila__case *c, uint32_t at, koila_placement *row)
+{
+    const uint32_t scores = koila__input_at(c, at), targets = koila__input_at(c, at + 1);
+    if (scores == KOILA_NONE || targets == KOILA_NONE || koila__any_p(c))
+        return false;
+    const koila_placement p = c->in[scores];
+    if (!koila__is_s(p) || koila__is_opaque(p) || p.dim != 1 || !koila__need(c, scores, p))
+        return false;
+    *row = koila__moved(p, 0);
+    if (c->in_meta[targets]->n_dims == 1)
+        koila__need_r(c, targets);
+    else if (!koila__need(c, targets, *row))
+        return false;
+    for (uint32_t pos = at + 2; pos < at + 5; pos++) {
+        const uint32_t i = koila__input_at(c, pos);
+        if (i == KOILA_NONE ? !koila__is_absent(c, pos) : !koila__need(c, i, *row))
+            return false;
+    }
+    return true;
+}
+
+/* ctc_loss(samples, ...) -> losses[B], the table of forward sums */
+bool koila__rule_ctc_loss(koila__case *c)
+{
+    if (c->n_out != 2 || !c->out_meta[0] || !c->out_meta[1] || !ctc_samples(c, 0, &c->out[0]))
+        return false;
+    c->out[1] = koila__opaque(c);
+    return koila__fits(c, c->out[0], c->out_meta[0]);
+}
+
+/* ctc_loss_backward(grad[B], samples, losses[B], table, ...) -> the gradient of log_probs */
+bool koila__rule_ctc_loss_backward(koila__case *c)
+{
+    const uint32_t losses = koila__input_at(c, 6), table = koila__input_at(c, 7);
+    koila_placement row;
+    if (losses == KOILA_NONE || table == KOILA_NONE || !koila__is_opaque(c->in[table]) ||
+        !ctc_samples(c, 1, &row) || !koila__need(c, 0, row) || !koila__need(c, losses, row))
+        return false;
+    c->out[0] = koila__moved(row, 1);
+    return koila__fits(c, c->out[0], c->out_meta[0]);
+}

@@ -537,6 +537,22 @@ static koila__temps embedding_grad(const koila__cuda_call *k)
 }
 
 /* Keys and indices again, once to three times: double buffers and CUB's storage [estimated]. */
+/* [read: LossCTC.cu] Both lengths of each row and where its targets begin; in the backward a table
+ * of sums, too, like that of the forward, which is the last input. */
+static koila__temps ctc_temps(const koila__cuda_call *k)
+{
+    enum { NUMBERS_OF_A_ROW = 3 };
+    const bool is_backward = k->kind == KOILA__INSIDE_CTC_GRAD;
+    const koila_meta_info *scores = input_meta(k, is_backward); /* [T, B, C] */
+    const koila_meta_info *table = input_meta(k, k->sig->n_inputs - 1);
+    koila__temps t = { .n = 0 };
+    for (uint32_t i = 0; i < NUMBERS_OF_A_ROW && scores && scores->n_dims > 1; i++)
+        add_temp(&t, scaled(k, (uint64_t)scores->size[1]) * INDEX_BYTES);
+    if (is_backward && table)
+        add_temp(&t, scaled(k, table->n_elements) * koila_dtype_bytes(table->dtype));
+    return t;
+}
+
 static uint64_t sort_bytes(const koila__cuda_call *k)
 {
     const koila_meta_info *keys = input_meta(k, 0);
@@ -607,6 +623,26 @@ static koila__temps loss_temps(const koila__cuda_call *k)
     return t;
 }
 
+/* The one temporary of an operator of such a kind; 0: none. */
+static uint64_t scratch_bytes(const koila__cuda_call *k, uint64_t out_bytes)
+{
+    switch (k->kind) {
+    case KOILA__INSIDE_REDUCE: /* partial results of the blocks [estimated] */
+        return pick(k->level, 0, out_bytes ? 64 * KIB : 0, MIB);
+    case KOILA__INSIDE_BATCH_NORM:
+        return batch_norm_bytes(k);
+    case KOILA__INSIDE_SORT:
+        return sort_bytes(k);
+    case KOILA__INSIDE_RNN: /* cuDNN's workspace: about the gates of all time steps [estimated] */
+    case KOILA__INSIDE_RNN_GRAD:
+        return rnn_workspace(k);
+    case KOILA__INSIDE_UNKNOWN: /* high end: as many bytes as its results */
+        return pick(k->level, 0, 0, out_bytes);
+    default:
+        return 0;
+    }
+}
+
 koila__temps koila__temporaries(const koila__cuda_call *k, uint64_t out_bytes)
 {
     koila__temps t = { .n = 0 };
@@ -635,23 +671,12 @@ koila__temps koila__temporaries(const koila__cuda_call *k, uint64_t out_bytes)
         return koila__reduction(k, 1);
     case KOILA__INSIDE_NORM:
         return koila__reduction(k, 2);
-    case KOILA__INSIDE_REDUCE: /* partial results of the blocks [estimated] */
-        add_temp(&t, pick(k->level, 0, out_bytes ? 64 * KIB : 0, MIB));
-        return t;
-    case KOILA__INSIDE_BATCH_NORM:
-        add_temp(&t, batch_norm_bytes(k));
-        return t;
-    case KOILA__INSIDE_SORT:
-        add_temp(&t, sort_bytes(k));
-        return t;
-    case KOILA__INSIDE_RNN: /* cuDNN's workspace: about the gates of all time steps [estimated] */
-    case KOILA__INSIDE_RNN_GRAD:
-        add_temp(&t, rnn_workspace(k));
-        return t;
-    case KOILA__INSIDE_UNKNOWN: /* high end: as many bytes as its results */
-        add_temp(&t, pick(k->level, 0, 0, out_bytes));
-        return t;
+    case KOILA__INSIDE_CTC:
+    case KOILA__INSIDE_CTC_GRAD:
+        return ctc_temps(k);
     default:
+        if (scratch_bytes(k, out_bytes))
+            add_temp(&t, scratch_bytes(k, out_bytes));
         return t;
     }
 }

@@ -46,6 +46,8 @@ typedef enum koila__inside_kind {
     KOILA__INSIDE_SORT,
     KOILA__INSIDE_RNN,
     KOILA__INSIDE_RNN_GRAD,
+    KOILA__INSIDE_CTC,
+    KOILA__INSIDE_CTC_GRAD,
     KOILA__INSIDE_UNKNOWN, /* no row in cuda_ops.def */
     KOILA__N_INSIDE_KINDS
 } koila__inside_kind;

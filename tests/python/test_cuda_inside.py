@@ -211,6 +211,13 @@ CASES |= {
     "attention of float32, no dropout": of(
         lambda: Attention(4, 64, torch.float32), 8, 256, 256
     ),
+    "a CTC loss": lambda: (
+        nn.Linear(64, 32),
+        (torch.zeros(16, 200, 64), *(torch.zeros(size).long() for size in ((16, 40), 16, 16))),
+        lambda m, x, y, n, k: F.ctc_loss(
+            m(x).log_softmax(-1).transpose(0, 1), y, n + 200, k + 40
+        ),
+    ),
     "linear of one column": of(lambda: nn.Linear(512, 1), 4096, 512),
     "linear of one term": of(lambda: nn.Linear(1, 512), 4096, 1),
     "gradients of two branches": of(lambda: Branches(2), 4096, 1024),

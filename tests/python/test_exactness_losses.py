@@ -287,12 +287,6 @@ COUPLED = {
         lambda: (x(), torch.randn(B, C, dtype=D)),
         lambda m, v, y: (m(v).softmax(0) * y).sum(),
     ),
-    "ctc": (
-        lambda: (x(), torch.randint(1, C, (B, 2))),
-        lambda m, v, y: F.ctc_loss(
-            seq(m, v).log_softmax(-1).transpose(0, 1), y, torch.full((B,), T), torch.full((B,), 2)
-        ),
-    ),
 }
 
 

@@ -347,6 +347,54 @@ TEST(rules__a_packed_layer_is_cut_by_rows)
     }
 }
 
+/* koila::ctc_loss of scores [9, 7, 5], 7 rows of 9 steps, and back. Targets [7, 4], or [20], one
+ * row after another, which begin at `begins`. *y: results of the forward. Returns those of the
+ * backward. */
+static koila_value ctc_loss(maker *m, koila_value scores, bool one_after_another, koila_value *y)
+{
+    const koila_value targets = real(m, one_after_another ? i64(20) : i64(7, 4));
+    const koila_value inputs = real(m, i64(7)), lengths = real(m, i64(7)), begins = real(m, i64(7));
+    const shape out[2] = { f32(7), f32(7, 9, 9) };
+    const shape back[1] = { f32(9, 7, 5) };
+    if (one_after_another) {
+        *y = calls(m, "koila::ctc_loss", 2, out, "tttttiib", scores, targets, inputs, lengths,
+                   begins, 4, 0, 1);
+        return calls(m, "koila::ctc_loss_backward", 1, back, "ttttttttib", *y, scores, targets,
+                     inputs, lengths, begins, *y, *y + 1, 0, 1);
+    }
+    *y = calls(m, "koila::ctc_loss", 2, out, "ttttniib", scores, targets, inputs, lengths, 4, 0, 1);
+    return calls(m, "koila::ctc_loss_backward", 1, back, "tttttnttib", *y, scores, targets, inputs,
+                 lengths, *y, *y + 1, 0, 1);
+}
+
+TEST(rules__ctc_is_cut_by_rows)
+{
+    maker m;
+    koila_value y;
+    for (int one_after_another = 0; one_after_another < 2; one_after_another++) {
+        maker_init(&m, NULL);
+        koila_value g = ctc_loss(&m, batch(&m, 1, f32(9, 7, 5)), one_after_another, &y);
+        place(&m, g);
+        CHECK_EQ(m.status, KOILA_OK);
+        CHECK_AT(&m, y, S(0, 1, 1));
+        CHECK(koila__is_opaque(at(&m, y + 1)));
+        CHECK_AT(&m, g, S(1, 1, 1));
+        CHECK_EQ(n_gathered(&m), 0);
+        maker_deinit(&m);
+
+        /* a batch in the dimension of the steps or of the classes is none of rows */
+        for (uint32_t dim = 0; dim < 3; dim += 2) {
+            maker_init(&m, NULL);
+            g = ctc_loss(&m, batch(&m, dim, f32(9, 7, 5)), one_after_another, &y);
+            place(&m, g);
+            CHECK_EQ(m.status, KOILA_OK);
+            CHECK_AT(&m, y, R_);
+            CHECK_AT(&m, g, R_);
+            maker_deinit(&m);
+        }
+    }
+}
+
 TEST(rules__rows_of_a_whole_packed_tensor_go_where_they_are_needed)
 {
     maker m;

@@ -73,28 +73,32 @@ static int batch_dim(const call *c, koila_sig sig, uint32_t i)
     return koila_meta_get(koila__table, s->inputs[i])->n_dims == 3 ? 1 : 0;
 }
 
-/* Does it lie in the memory that can be counted? */
-static bool is_here(const koila_meta_info *m)
+static bool lies_on(const koila_meta_info *m, const char *where)
 {
     PyObject *device = koila__device_object(m->device);
     PyObject *type = device ? PyObject_GetAttrString(device, "type") : NULL;
-    const bool here =
-        type && PyUnicode_Check(type) && PyUnicode_CompareWithASCIIString(type, "cpu") == 0;
+    const bool does =
+        type && PyUnicode_Check(type) && PyUnicode_CompareWithASCIIString(type, where) == 0;
     Py_XDECREF(type);
     PyErr_Clear();
-    return here;
+    return does;
 }
 
-static bool is_on_cpu(const call *c)
+/* Does it lie in the memory that can be counted? */
+static bool is_here(const koila_meta_info *m) { return lies_on(m, "cpu"); }
+
+static bool all_lie_on(const call *c, const char *where)
 {
     const koila_sig_info *s = koila_sig_get(koila__table, c->sig);
     for (uint32_t i = 0; i < s->n_inputs; i++) {
         const koila_meta_info *m = koila_meta_get(koila__table, s->inputs[i]);
-        if (!m->n_elements || !is_here(m))
+        if (!m->n_elements || !lies_on(m, where))
             return false;
     }
     return true;
 }
+
+static bool is_on_cpu(const call *c) { return all_lie_on(c, "cpu"); }
 
 static bool can_probe(const call *c, int64_t batch)
 {
@@ -459,15 +463,17 @@ static int64_t largest_axis(const koila_graph *g)
     return most;
 }
 
-/* Copies of operands in another dtype need no probe: the shapes tell. */
-static void learn_casts(const koila_graph *g)
+/* Some calls need no probe: their shapes tell what they use. */
+static void learn_from_shapes(const koila_graph *g)
 {
     const int64_t batch = largest_axis(g);
     uint64_t ignored;
     for (koila_node n = 0; n < koila_graph_n_nodes(g); n++) {
         const call c = { koila_node_get(g, n).sig, KOILA_NONE, false };
-        const uint64_t bytes = koila_cast_bytes(koila__table, c.sig);
-        if (bytes && !koila__workspace_known(NULL, c.sig, 0, 0, &ignored) && is_on_cpu(&c))
+        const uint64_t bytes = koila_cpu_inside_bytes(koila__table, c.sig);
+        if (!bytes || koila__workspace_known(NULL, c.sig, 0, 0, &ignored))
+            continue;
+        if (is_on_cpu(&c) || all_lie_on(&c, "meta")) /* planned ahead */
             koila__learn(c.sig, batch, batch, bytes, KOILA__MEASURED_APART);
     }
 }
@@ -476,9 +482,9 @@ void koila__probe_graph(const koila_graph *g, int64_t rows)
 {
     PyObject *guard = NULL;
     int64_t few = 0;
+    learn_from_shapes(g);
     if (!can_measure())
         return;
-    learn_casts(g);
     probe_heads(g, NULL);
     for (koila_node n = 0; n < koila_graph_n_nodes(g); n++) {
         call c;
@@ -633,9 +639,9 @@ void koila__probe_plan(const koila_plan *plan)
     const koila_graph *g = koila_plan_graph(plan);
     PyObject *guard = NULL;
     int64_t few = 0;
+    learn_from_shapes(g);
     if (!can_measure())
         return;
-    learn_casts(g);
     probe_heads(g, plan);
     probe_parts(plan);
     for (koila_node n = 0; n < koila_graph_n_nodes(g); n++) {

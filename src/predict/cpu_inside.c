@@ -1,15 +1,18 @@
-/* casts.c — the copies in another dtype that operators make of their operands on a CPU.
+/* cpu_inside.c — what operators use inside on a CPU, where the shapes tell it.
  *
- * TensorIterator computes in one dtype. Operands of another one are copied first, whole, on a CPU
- * (compute_types in TensorIterator.cpp); on CUDA kernels cast as they load. Sums do the same with
- * their input (ReduceOps.cpp) [read, and tried: tests/python/test_memory.py].
+ * Copies in another dtype: TensorIterator computes in one dtype. Operands of another one are copied
+ * first, whole, on a CPU (compute_types in TensorIterator.cpp); on CUDA kernels cast as they load.
+ * Sums do the same with their input (ReduceOps.cpp) [read, and tried: tests/python/test_memory.py].
+ *
+ * CTC: its backward makes a table of sums like that of its forward (LossCTC.cpp) [read, and tried:
+ * tests/python/test_ctc.py].
  */
 #include "koila/predict.h"
 
 #include "base/base.h"
 #include "placement/rules.h"
 
-/* The families of operators that do. */
+/* The families of operators that cast. */
 static const koila__rule families[] = {
     koila__rule_additive,  koila__rule_cumsum, koila__rule_div,
     koila__rule_linear,    koila__rule_mul,    koila__rule_nansum,
@@ -37,10 +40,8 @@ static koila_dtype computes_in(const koila_table *t, const koila_sig_info *s)
     return dtype;
 }
 
-uint64_t koila_cast_bytes(const koila_table *t, koila_sig sig)
+static uint64_t cast_bytes(const koila_table *t, const koila_sig_info *s, koila__rule rule)
 {
-    const koila_sig_info *s = koila_sig_get(t, sig);
-    const koila__rule rule = koila__rule_of(t, s->op);
     bool casts = false;
     for (size_t i = 0; i < KOILA_COUNT(families); i++)
         casts |= rule == families[i];
@@ -56,4 +57,13 @@ uint64_t koila_cast_bytes(const koila_table *t, koila_sig sig)
             bytes += m->n_elements * koila_dtype_bytes(dtype);
     }
     return bytes;
+}
+
+uint64_t koila_cpu_inside_bytes(const koila_table *t, koila_sig sig)
+{
+    const koila_sig_info *s = koila_sig_get(t, sig);
+    const koila__rule rule = koila__rule_of(t, s->op);
+    return rule == koila__rule_ctc_loss_backward
+               ? koila_meta_get(t, s->inputs[s->n_inputs - 1])->n_bytes
+               : cast_bytes(t, s, rule);
 }
