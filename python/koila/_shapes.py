@@ -20,6 +20,7 @@ aten = torch.ops.aten
 _MOST_TRIED = 1 << 28  # bytes of zeros on which a call is tried for its error
 _MOST_CHECKED = 1 << 24  # bytes of memory on which eager checks for overlaps
 _MOST_MARKED = 1 << 26  # elements that are marked to find shared ones
+_ALIGNED = 16  # bytes
 
 
 @functools.cache
@@ -86,8 +87,23 @@ def _cudnn_rnn_backward(*args: Any) -> Any:
     return gx, hx.new_empty(hx.size()), gcx, [w.new_empty(w.size()) for w in weights]
 
 
-# Where torch has none.
+def _grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """Torch's is for bfloat16 alone, and for a CPU lacks the padding of rows to 16 bytes."""
+    is_known = {a.dim(), b.dim()} <= {2, 3} and a.shape[-1] == b.shape[-2] and a.dtype == b.dtype
+    of_rows, of_terms = a.dim() == 2, b.dim() == 2
+    if torch.version.hip or not is_known or (offs is None and (of_rows or of_terms)):
+        return aten._grouped_mm.default(a, b, offs, bias, out_dtype)
+    groups = [] if of_rows != of_terms else [offs.shape[0] if of_rows else a.shape[0]]
+    rows, columns, dtype = a.shape[-2], b.shape[-1], out_dtype or a.dtype
+    padded = -(-columns * dtype.itemsize // _ALIGNED) * _ALIGNED // dtype.itemsize
+    strides = [rows * padded, padded, 1][-2 - len(groups) :]
+    return torch.empty_strided([*groups, rows, columns], strides, dtype=dtype, device=a.device)
+
+
+# Where torch has none, or not the right one.
 _shape_functions: dict[Any, Any] = {aten._cudnn_rnn_backward.default: _cudnn_rnn_backward}
+if hasattr(aten, "_grouped_mm"):
+    _shape_functions[aten._grouped_mm.default] = _grouped_mm
 
 
 def _fake_log() -> Any:
