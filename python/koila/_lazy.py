@@ -16,7 +16,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import _aside, _compiled, _core, _packed, _sharded
+from . import _aside, _compiled, _core, _experts, _packed, _sharded
 from ._errors import UnsupportedError
 from ._switch import OFF
 
@@ -283,6 +283,8 @@ def _begin(found: _Found, alone: _Found | None, call: str) -> int:
         _sharded.refuse_recording()
     if _compiled.MODULE in sys.modules:
         _compiled.install()
+    if _experts.MODULE in sys.modules:
+        _experts.install()
     if _packed.formed.refs:
         _packed.forget()
     axis: int = _core.axis(first.shape[d0])

@@ -246,7 +246,7 @@ def _has_own_memory(t: torch.Tensor, taken: set[int]) -> bool:
 _Shapes = list[tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes of results
 
 # What `kinds` says of an argument (rules_custom.c).
-EITHER, ROWS, WHOLE = range(3)
+EITHER, ROWS, WHOLE, EACH = range(4)
 
 
 class _Alone:
@@ -313,6 +313,7 @@ class _Call:
         later, where others may be set.
     held: what waits for the backward; shared: the results that share memory with that.
     laid: how gradients of the parameters lie.
+    pure: as in Runner.
     own_now: the module's own parameters, by name.
     """
 
@@ -331,6 +332,7 @@ class _Call:
         "needed",
         "of_rows",
         "own_now",
+        "pure",
         "rebuild",
         "results",
         "shapes",
@@ -349,7 +351,9 @@ class _Call:
         differentiated: list[bool],
         kinds: list[int],
         used: list[set[int]] | None,
+        pure: bool,
     ) -> None:
+        self.pure = pure
         self.function, self.rebuild, self.own_now = function, rebuild, own
         self.module = None if own is None else own.module
         self.names, self.needed, self.shards = list(needed), list(needed.values()), shards
@@ -738,6 +742,10 @@ def _fake_kept(
     return [*results, inputs[0].new_empty((len(inputs[0]), held), dtype=torch.uint8)]
 
 
+def _as_it_is(t: torch.Tensor) -> torch.Tensor:
+    return t
+
+
 def _shapes_of_rows(inputs: list[torch.Tensor], parameters: list[torch.Tensor], id: int) -> _Shapes:
     """Shapes and dtypes of the results, from a run on two real rows of zeros, because a custom
     kernel has no shape function. What a graph of them holds is the first guess at what larger
@@ -756,24 +764,34 @@ def _shapes_of_rows(inputs: list[torch.Tensor], parameters: list[torch.Tensor], 
             )
             for t in inputs
         ]
-        zeros = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in parameters]
+        given = [
+            p.detach()
+            if call.pure and not _core.is_lazy(p)
+            else torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+            for p in parameters
+        ]
         instead = getattr(call.function, "_torchdynamo_orig_callable", None)
         if call.module is not None and not call.shards:
-            instead = _replica.evaluating(call.module, call.names, zeros)
+            instead = _replica.evaluating(call.module, call.names, given)
         seen = None if instead is not None else call.module
         grad = any(call.differentiated) and not call.shards
-        for t, needed in zip([*real, *zeros] if grad else [], call.differentiated):
+        for t, needed in zip([*real, *given] if grad else [], call.differentiated):
             t.requires_grad_(needed)
         with contextlib.ExitStack() as settings:
             settings.enter_context(_WithAutograd() if grad else torch.no_grad())
+            # A checkpoint would count what is saved here.
+            settings.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
             if seen is not None:
                 settings.enter_context(call.alone())
             settings.enter_context(_evaluating(seen))
+            results = call(real, given, instead)
+            shapes = [(tuple(r.shape), r.dtype) for r in results]
+            of_results = sum(r.numel() * r.element_size() for r in results)
+            # What goes with them was held. A workspace of cuBLAS stays, from the first product on.
             before = _bytes_now(real[0].device)
-            results = call(real, zeros, instead)
-            held = _bytes_now(real[0].device) - before
-    shapes = [(tuple(r.shape), r.dtype) for r in results]
-    call.held.saw(rows, max(held - sum(r.numel() * r.element_size() for r in results), 0))
+            del results
+            held = before - _bytes_now(real[0].device) - of_results
+    call.held.saw(rows, max(held, 0))
     return shapes
 
 
@@ -881,11 +899,15 @@ class Runner:
         function: Callable[..., Any],
         module: torch.nn.Module | None,
         learn: Callable[..., tuple[list[int], list[set[int]]] | None] | None = None,
+        pure: bool = False,
     ) -> None:
         """learn: finds out whether rows are independent, from module and function, how its
         arguments are rebuilt from tensors, and these. Returns `kinds` and `used` of a call; None:
-        it must be recorded."""
+        it must be recorded. pure: each entry of the results, along their first dimension, depends
+        on that of the arguments and on parameters alone, whatever the entries are, and nothing is
+        written or drawn: the module may run with its own parameters to see what it gives."""
         self._function, self._module, self._learn = function, module, learn
+        self._pure = pure
         self._own = None if module is None else _Own(module)
         self._known: dict[Any, _Call | None] = {}
 
@@ -969,13 +991,15 @@ class Runner:
             is_hashable = True
         except TypeError:  # an argument without a hash
             is_hashable = False
-        learned: Any = [EITHER] * len(tensors), None
+        learned: Any = [EACH if self._pure else EITHER] * len(tensors), None
         if self._learn is not None:
             learned = self._learn(self._module, self._function, rebuild, tensors)
         call = None
         if learned is not None:
+            kinds, used = learned
             call = _Call(
-                self._function, rebuild, self._own, needed, shards, differentiated, *learned
+                *(self._function, rebuild, self._own, needed, shards, differentiated),
+                *(kinds, used, self._pure),
             )
         if len(self._known) >= _MAX_KNOWN:  # an argument that is another one each time
             self._known.clear()

@@ -173,7 +173,9 @@ bool koila__rule_user(koila__case *c)
  *
  * A module or function that runs as it is. Rows are independent along dimension 0 of what is
  * batched, and parameters are whole.
- *   kinds   says of each input what it is
+ *   kinds   says of each input what it is: ROWS of the batch, whole (ALL), or EITHER, as it comes;
+ *           EACH entry of dimension 0 is a row, also where that is a dimension of tokens beside one
+ *           of the batch
  *   graph   stands for the autograd graph of one slice: `held` bytes a row that wait for its
  *           backward; it is opaque, Note [Opaque]
  *   kept    results that share memory with the graph, then the graph; an empty list: the backward
@@ -183,7 +185,7 @@ bool koila__rule_user(koila__case *c)
  *           are rows, all others are sums
  *   laid    strides of gradients that do not lie as their parameters do
  */
-enum { EITHER, ROWS, ALL };
+enum { EITHER, ROWS, ALL, EACH };
 
 /* Entry i of the list of ints at position pos; -1: there is none. */
 static int64_t entry(const koila__case *c, uint32_t pos, uint32_t i)
@@ -194,13 +196,18 @@ static int64_t entry(const koila__case *c, uint32_t pos, uint32_t i)
     return a[1 + i].u.i;
 }
 
-/* Sliced rows along dimension 0 among the first n inputs; KOILA_NONE: the call is not cut. */
-static uint32_t lead_of_rows(const koila__case *c, uint32_t n)
+/* Is the input of this kind rows, in any case? */
+static bool is_rows(int64_t kind) { return kind == ROWS || kind == EACH; }
+
+/* Sliced rows along dimension 0 among the first n inputs, of kinds at pos; KOILA_NONE: the call is
+ * not cut. */
+static uint32_t lead_of_rows(const koila__case *c, uint32_t n, uint32_t pos)
 {
     const uint32_t lead = koila__lead_among(c, n);
-    const bool is_cut =
-        !koila__any_p(c) && lead != KOILA_NONE && c->in[lead].dim == 0 && c->in[lead].outer == 1;
-    return is_cut ? lead : KOILA_NONE;
+    if (koila__any_p(c) || lead == KOILA_NONE || c->in[lead].dim != 0)
+        return KOILA_NONE;
+    const bool may_be_tokens = entry(c, pos, 0) == EACH && !koila__is_opaque(c->in[lead]);
+    return may_be_tokens || c->in[lead].outer == 1 ? lead : KOILA_NONE;
 }
 
 /* Inputs [first, first + n) of the module, of which entry i of `kinds` at pos tells input i. */
@@ -209,8 +216,8 @@ static bool need_inputs(koila__case *c, uint32_t pos, uint32_t first, uint32_t n
     for (uint32_t i = 0; i < n; i++) {
         const koila_placement is = c->in[first + i];
         const int64_t kind = entry(c, pos, i);
-        if (kind == ROWS ? !koila__need(c, first + i, p)
-                         : !koila__is_r(is) && (kind != EITHER || !koila__placement_equal(is, p)))
+        if (is_rows(kind) ? !koila__need(c, first + i, p)
+                          : !koila__is_r(is) && (kind != EITHER || !koila__placement_equal(is, p)))
             return false;
     }
     return true;
@@ -229,7 +236,7 @@ static bool forward(koila__case *c)
     uint32_t at, n_inputs, first, n;
     if (!koila__arg_tensors(c, 0, &at, &n_inputs) || !koila__arg_tensors(c, 1, &first, &n))
         return false;
-    const uint32_t lead = lead_of_rows(c, n_inputs);
+    const uint32_t lead = lead_of_rows(c, n_inputs, 2);
     return lead != KOILA_NONE && are_whole(c, first, n) &&
            need_inputs(c, 2, at, n_inputs, c->in[lead]) && koila__out_all(c, c->in[lead]);
 }
@@ -258,7 +265,7 @@ bool koila__rule_opaque_backward(koila__case *c)
     uint32_t first, at, n_grads, n_inputs, n_kept, n;
     if (!koila__arg_tensors(c, 0, &first, &n_grads) || !koila__arg_tensors(c, 1, &at, &n_inputs))
         return false;
-    const uint32_t lead = lead_of_rows(c, n_grads + n_inputs);
+    const uint32_t lead = lead_of_rows(c, n_grads + n_inputs, 6);
     if (lead == KOILA_NONE || !need_inputs(c, 6, at, n_inputs, c->in[lead]) ||
         !koila__arg_tensors(c, 2, &first, &n) || !are_whole(c, first, n) ||
         !koila__arg_tensors(c, 3, &first, &n_kept) || !need_kept(c, first, n_kept, c->in[lead]))
@@ -271,9 +278,9 @@ bool koila__rule_opaque_backward(koila__case *c)
         const bool is_input = of >= 0 && of < (int64_t)n_inputs;
         if (!c->out_meta[j])
             continue;
-        const bool is_rows =
-            is_input && (koila__is_s(c->in[at + of]) || entry(c, 6, (uint32_t)of) == ROWS);
-        c->out[j] = is_rows ? c->in[lead] : koila__p(c, KOILA_SUM);
+        const bool of_rows =
+            is_input && (koila__is_s(c->in[at + of]) || is_rows(entry(c, 6, (uint32_t)of)));
+        c->out[j] = of_rows ? c->in[lead] : koila__p(c, KOILA_SUM);
     }
     return true;
 }

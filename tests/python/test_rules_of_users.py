@@ -9,6 +9,7 @@ from conftest import DEVICE
 from helpers import SLICES, compare, compare_programs, plain
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import koila
 from koila import lazy
@@ -352,6 +353,18 @@ def test_an_opaque_module_is_a_part_of_a_model():
         assert torch.allclose(koila.run(twin(lazy(x))), m(x), rtol=1e-12)
         twin[1].module[0].weight.zero_()
         assert not torch.allclose(koila.run(twin(lazy(x))), m(x)) and m[1].module[0].weight.any()
+
+
+def test_an_opaque_module_inside_of_a_checkpoint():
+    """In its first call, too, which looks at what two rows give."""
+    make = lambda: nn.Sequential(  # noqa: E731
+        nn.Linear(5, 7), koila.opaque(nn.Sequential(nn.Linear(7, 6), nn.Tanh()).double())
+    ).double()
+
+    def loss(m, x, y):
+        return checkpoint(m, x, use_reentrant=False).square().mean()
+
+    compare(make, batch, loss)
 
 
 # ---- register_rule

@@ -305,6 +305,32 @@ TEST(rules__the_graph_of_a_module_stays_in_its_loop)
     }
 }
 
+/* Of x[3, 7, 5], 3 samples of 7 tokens, as rows of tokens. */
+TEST(rules__tokens_of_several_samples_are_rows_of_a_module_that_says_so)
+{
+    enum { EITHER, ROWS, WHOLE, EACH };
+    maker m;
+    for (int kind = EITHER; kind <= EACH; kind++) {
+        maker_init(&m, NULL);
+        const koila_value x =
+            call(&m, "aten::view", f32(21, 5), "tl", batch(&m, 1, f32(3, 7, 5)), 2, 21, 5);
+        const koila_value w = real(&m, f32(4, 5));
+        const shape out[2] = { f32(21, 4), f32(21, 100) };
+        const koila_value y =
+            calls(&m, "koila::opaque_kept", 2, out, "TTlili", 1, x, 1, w, 1, kind, 100, 0, 1);
+        const shape back[2] = { f32(21, 5), f32(4, 5) };
+        const koila_value g = calls(&m, "koila::opaque_backward", 2, back, "TTTTlllli", 1, y, 1, x,
+                                    1, w, 1, y + 1, 1, 0, 2, 0, 1, 1, kind, 0, 1);
+        place(&m, call(&m, "aten::cat", f32(1), "T", 2, g, g + 1));
+        CHECK_EQ(m.status, KOILA_OK);
+        CHECK_AT(&m, x, S(0, 3, 1));
+        CHECK_AT(&m, y, kind == EACH ? S(0, 3, 1) : R_);
+        CHECK_AT(&m, g, kind == EACH ? S(0, 3, 1) : R_);
+        CHECK_AT(&m, g + 1, kind == EACH ? P_ : R_);
+        maker_deinit(&m);
+    }
+}
+
 /* koila::packed_rnn of x[9, 7, 5], 7 rows of up to 9 steps, and back. *y: results of the forward.
  * Returns those of the backward. */
 static koila_value packed_rnn(maker *m, koila_value x, koila_value *y)

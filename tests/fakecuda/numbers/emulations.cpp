@@ -55,6 +55,14 @@ static Tensor as(const Tensor &t, const Tensor &like)
     return t.defined() ? t.to(like.scalar_type()) : t;
 }
 
+static void histc(Stack &s, const Draw &)
+{
+    auto a = taken(s); // self, bins, min, max; a CPU counts no whole numbers
+    Tensor x = a[0].toTensor();
+    s.push_back(
+        as(at::histc(x.to(at::kDouble), a[1].toInt(), a[2].toScalar(), a[3].toScalar()), x));
+}
+
 // ---- cuDNN
 
 static void cudnn_convolution(Stack &s, const Draw &)
@@ -793,6 +801,7 @@ Emulation emulation(const std::string &name)
         { "aten::_embedding_bag_forward_only", embedding_bag },
         { "aten::_embedding_bag_dense_backward", embedding_bag_dense_backward },
         { "aten::native_dropout", native_dropout },
+        { "aten::histc", histc },
         { "aten::log_sigmoid_forward", log_sigmoid },
         { "aten::log_sigmoid_backward", log_sigmoid_backward },
         { "aten::_masked_scale", masked_scale },
