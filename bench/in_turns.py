@@ -8,6 +8,8 @@ import meter
 
 import koila
 
+NOISE = 1e-4  # of the largest gradient: smaller ones are zero but for rounding
+
 
 class Turns(NamedTuple):
     """Of each way, by its function. Bytes are above model and data."""
@@ -30,10 +32,15 @@ def once(step, model, batch, n):
     return time.perf_counter() - start, meter.peak() - base
 
 
+def gradients_of(model):
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
 def difference(model, gradients):
+    most = max(g.abs().max() for g in gradients)
     return max(
-        float((p.grad - g).abs().max() / g.abs().max())
-        for p, g in zip(model.parameters(), gradients)
+        float((p - g).abs().max() / max(g.abs().max(), most * NOISE))
+        for p, g in zip(gradients_of(model), gradients, strict=True)
     )
 
 
@@ -41,7 +48,7 @@ def in_turns(model, batch, plain, by_hand, in_half, repeat, others=()):
     """Each way is called with (model, *batch, slices by hand); `in_half` under a budget."""
     once(plain, model, batch, 1)
     peak = once(plain, model, batch, 1)[1]
-    gradients = [p.grad.clone() for p in model.parameters()]
+    gradients = [g.clone() for g in gradients_of(model)]
     of_gradients = sum(g.nbytes for g in gradients)
     allowed = of_gradients + (peak - of_gradients) // 2
     n = 1
