@@ -173,7 +173,7 @@ bool koila__rule_user(koila__case *c)
  *
  * A module or function that runs as it is. Rows are independent along dimension 0 of what is
  * batched, and parameters are whole.
- *   kinds   says of each input what it is: ROWS of the batch, whole (ALL), or EITHER, as it comes;
+ *   kinds   says of each input what it is: ROWS of the batch, WHOLE, or EITHER, as it comes;
  *           EACH entry of dimension 0 is a row, also where that is a dimension of tokens beside one
  *           of the batch
  *   graph   stands for the autograd graph of one slice: `held` bytes a row that wait for its
@@ -185,7 +185,7 @@ bool koila__rule_user(koila__case *c)
  *           are rows, all others are sums
  *   laid    strides of gradients that do not lie as their parameters do
  */
-enum { EITHER, ROWS, ALL, EACH };
+enum { EITHER, ROWS, WHOLE, EACH };
 
 /* Entry i of the list of ints at position pos; -1: there is none. */
 static int64_t entry(const koila__case *c, uint32_t pos, uint32_t i)

@@ -675,10 +675,12 @@ koila__temps koila__temporaries(const koila__cuda_call *k, uint64_t out_bytes)
     case KOILA__INSIDE_CTC_GRAD:
         return ctc_temps(k);
     default:
-        if (scratch_bytes(k, out_bytes))
-            add_temp(&t, scratch_bytes(k, out_bytes));
-        return t;
+        break;
     }
+    const uint64_t scratch = scratch_bytes(k, out_bytes);
+    if (scratch)
+        add_temp(&t, scratch);
+    return t;
 }
 
 /* Results of aten::mkldnn_rnn_layer and of attention that differ on CUDA. */

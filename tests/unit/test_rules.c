@@ -278,22 +278,31 @@ TEST(rules__an_opaque_workspace_stays_in_its_loop)
     maker_deinit(&m);
 }
 
+/* What koila::opaque_kept is told of its arguments. */
+enum { EITHER, ROWS, WHOLE, EACH, N_KINDS };
+
+/* A module of x[rows, 5] and of parameters w[4, 5], and back. *y: rows, and the graph. Returns the
+ * gradients of x and of w; they are placed. */
+static koila_value module_of(maker *m, koila_value x, int64_t rows, int kind, koila_value *y)
+{
+    const koila_value w = real(m, f32(4, 5));
+    const shape out[2] = { f32(rows, 4), f32(rows, 100) };
+    const shape back[2] = { f32(rows, 5), f32(4, 5) };
+    *y = calls(m, "koila::opaque_kept", 2, out, "TTlili", 1, x, 1, w, 1, kind, 100, 0, 1);
+    const koila_value g = calls(m, "koila::opaque_backward", 2, back, "TTTTlllli", 1, *y, 1, x, 1,
+                                w, 1, *y + 1, 1, 0, 2, 0, 1, 1, kind, 0, 1);
+    place(m, call(m, "aten::cat", f32(1), "T", 2, g, g + 1));
+    CHECK_EQ(m->status, KOILA_OK);
+    return g;
+}
+
 TEST(rules__the_graph_of_a_module_stays_in_its_loop)
 {
-    enum { EITHER, ROWS, WHOLE };
     maker m;
-    for (int kind = EITHER; kind <= WHOLE; kind++) {
+    koila_value y;
+    for (int kind = EITHER; kind < N_KINDS; kind++) {
         maker_init(&m, NULL);
-        const koila_value x = batch(&m, 0, f32(7, 5));
-        const koila_value w = real(&m, f32(4, 5));
-        const shape out[2] = { f32(7, 4), f32(7, 100) }; /* rows, and the graph */
-        const koila_value y =
-            calls(&m, "koila::opaque_kept", 2, out, "TTlili", 1, x, 1, w, 1, kind, 100, 0, 1);
-        const shape back[2] = { f32(7, 5), f32(4, 5) };
-        const koila_value g = calls(&m, "koila::opaque_backward", 2, back, "TTTTlllli", 1, y, 1, x,
-                                    1, w, 1, y + 1, 1, 0, 2, 0, 1, 1, kind, 0, 1);
-        place(&m, call(&m, "aten::cat", f32(1), "T", 2, g, g + 1));
-        CHECK_EQ(m.status, KOILA_OK);
+        const koila_value g = module_of(&m, batch(&m, 0, f32(7, 5)), 7, kind, &y);
         CHECK_EQ(n_gathered(&m), kind == WHOLE ? 2 : 1); /* the module, the cat at the end */
         CHECK_AT(&m, g + 1, kind == WHOLE ? R_ : P_);
         if (kind != WHOLE) {
@@ -308,21 +317,13 @@ TEST(rules__the_graph_of_a_module_stays_in_its_loop)
 /* Of x[3, 7, 5], 3 samples of 7 tokens, as rows of tokens. */
 TEST(rules__tokens_of_several_samples_are_rows_of_a_module_that_says_so)
 {
-    enum { EITHER, ROWS, WHOLE, EACH };
     maker m;
-    for (int kind = EITHER; kind <= EACH; kind++) {
+    koila_value y;
+    for (int kind = EITHER; kind < N_KINDS; kind++) {
         maker_init(&m, NULL);
         const koila_value x =
             call(&m, "aten::view", f32(21, 5), "tl", batch(&m, 1, f32(3, 7, 5)), 2, 21, 5);
-        const koila_value w = real(&m, f32(4, 5));
-        const shape out[2] = { f32(21, 4), f32(21, 100) };
-        const koila_value y =
-            calls(&m, "koila::opaque_kept", 2, out, "TTlili", 1, x, 1, w, 1, kind, 100, 0, 1);
-        const shape back[2] = { f32(21, 5), f32(4, 5) };
-        const koila_value g = calls(&m, "koila::opaque_backward", 2, back, "TTTTlllli", 1, y, 1, x,
-                                    1, w, 1, y + 1, 1, 0, 2, 0, 1, 1, kind, 0, 1);
-        place(&m, call(&m, "aten::cat", f32(1), "T", 2, g, g + 1));
-        CHECK_EQ(m.status, KOILA_OK);
+        const koila_value g = module_of(&m, x, 21, kind, &y);
         CHECK_AT(&m, x, S(0, 3, 1));
         CHECK_AT(&m, y, kind == EACH ? S(0, 3, 1) : R_);
         CHECK_AT(&m, g, kind == EACH ? S(0, 3, 1) : R_);
