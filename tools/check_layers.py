@@ -65,7 +65,14 @@ PUBLIC = {
 }
 # Headers inside a room that only the named files may include; no family of rules sees another.
 PRIVATE = {
-    "placement/placer.h": {"src/placement/place.c", "src/placement/rewrite.c"},
+    "placement/placer.h": {"src/placement/walk.h", "src/placement/rewrite.c"},
+    "placement/walk.h": {
+        "src/placement/attempt.c",
+        "src/placement/free_values.c",
+        "src/placement/origin.c",
+        "src/placement/place.c",
+        "src/placement/place_call.c",
+    },
     "engine/schedule_state.h": {
         "src/engine/schedule.c",
         "src/engine/loops.c",

@@ -3,8 +3,8 @@
  * One slice is the recorded order as it is (bit-equal to eager), so it is tried first, unless a
  * lower bound of its bytes (koila__schedule_whole_bytes) exceeds the budget. Otherwise the graph is
  * placed, and search.c finds the fewest slices. If something is gathered, this is done twice: the
- * values after the gather stay whole, or are sliced again (Note [After a gather] in place.c). The
- * better plan wins.
+ * values after the gather stay whole, or are sliced again (Note [After a gather] in place_call.c).
+ * The better plan wins.
  *
  * If no number of rows fits, results of the forward pass are dropped (src/engine/drops.c), or each
  * row becomes a step of its own, which is planned alike (src/engine/both.c): where the rows need

@@ -41,9 +41,9 @@
  *
  * koila__place() walks the recorded graph once, in order, and writes a *lowered* graph beside it:
  * most nodes are copied; a rule may instead emit a few nodes without a hidden reduction (nll_loss
- * mean, BatchNorm in training mode), see Note [Rewrites] in place.c. An operator without a rule, or
- * whose rule returns false, is *gathered*: every input needed R, results R, run once. That is
- * always right.
+ * mean, BatchNorm in training mode), see Note [Rewrites] in place_call.c. An operator without a
+ * rule, or whose rule returns false, is *gathered*: every input needed R, results R, run once. That
+ * is always right.
  *
  * The folder is one room because the walk and the rules call each other: the walk asks a rule about
  * each call, and a rule that rewrites hands its calls back to the walk (placer.h).
@@ -206,7 +206,8 @@ typedef struct koila__placed {
 koila_status koila__place(const koila_graph *recorded, const koila_value *targets,
                           uint32_t n_targets, const koila_allocator *mem, koila__placed **out,
                           koila_error *err);
-/** The same, but results of gathered calls are sliced again: Note [After a gather] in place.c. */
+/** The same, but results of gathered calls are sliced again: Note [After a gather] in
+ * place_call.c. */
 koila_status koila__place_cut(const koila_graph *recorded, const koila_value *targets,
                               uint32_t n_targets, const koila_allocator *mem, koila__placed **out,
                               koila_error *err);

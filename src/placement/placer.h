@@ -1,4 +1,4 @@
-/* placer.h — the state of one placement walk. Only place.c (the walk) and rewrite.c (rewrites) see
+/* placer.h — the state of one placement walk. Only its parts (walk.h) and rewrite.c (rewrites) see
  * it. */
 #ifndef KOILA_SRC_PLACER_H
 #define KOILA_SRC_PLACER_H
@@ -18,7 +18,7 @@ typedef struct koila__settling {
 } koila__settling;
 
 /* What the rules said of calls, by signature: calls repeat, layer after layer. Note [Answers] in
- * place.c. */
+ * place_call.c. */
 typedef struct koila__answer koila__answer;
 enum { KOILA__ANSWERS = 512 };
 

@@ -153,7 +153,7 @@ bool koila__need_rows(koila__case *c, uint32_t n, koila_placement p);
 
 /** Input i holds the row numbers 0, 1, ..., n - 1 along its dimension *dim and is constant along
  * the others (an arange, seen through views and
- *  integer casts; place.c looks up who made it). n is its size there. */
+ *  integer casts; origin.c looks up who made it). n is its size there. */
 bool koila__is_row_numbers(const koila__case *c, uint32_t i, uint32_t *dim);
 /** Input i holds 0, step, 2 * step, ... and was made by such an arange; step > 0. */
 bool koila__is_steps(const koila__case *c, uint32_t i, int64_t *step);
