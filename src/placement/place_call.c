@@ -547,8 +547,9 @@ static bool is_elementwise(koila__placer *p, const koila_sig_info *sig)
 {
     const koila__rule rule = koila__placer_rule(p, sig->op)->rule;
     return sig->n_outputs == 1 && sig->outputs[0] != KOILA_NONE && !sig->n_writes &&
-           (rule == koila__rule_pointwise || rule == koila__rule_expand ||
-            rule == koila__rule_where || rule == koila__rule_additive || rule == koila__rule_mul);
+           (rule == koila__rule_pointwise || rule == koila__rule_masked_fill ||
+            rule == koila__rule_expand || rule == koila__rule_where ||
+            rule == koila__rule_additive || rule == koila__rule_mul);
 }
 
 /* Is the S input of meta m broadcast along dimension d of a result of n_dims, before its cut? */

@@ -498,6 +498,7 @@ CASTS = {
     "a wide weight": lambda y: y * torch.ones(1024, dtype=torch.float64),
     "divided": lambda y: y * (y.detach().long() / 3).float(),
     "compared": lambda y: y * (y.detach().bfloat16() <= y.detach()).float(),
+    "filled": lambda y: y.masked_fill(y.detach() > 0, torch.tensor(2.0)),
     "where": lambda y: torch.where(y.detach() > 0, y.bfloat16(), y),
     "flags counted": lambda y: y.mean() * (y.detach() > 0).sum(),
     "a wide sum": lambda y: y.sum(1, dtype=torch.float64),
