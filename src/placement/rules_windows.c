@@ -1,7 +1,7 @@
 /* rules_windows.c — convolutions: each result is a sum over a window of the input.
  *
- * Images of the batch are independent, where they are not taken for channels. Along a spatial
- * dimension that is cut, there are two cases:
+ * Images of the batch are independent, where they are not taken for channels, or groups of them.
+ * Along a spatial dimension that is cut, there are two cases:
  *   windows that do not overlap   (as wide as their stride or narrower, no padding: patches, 1 x 1,
  *                                 the way up of a U-Net) a slice of the input gives a slice of the
  *                                 result, as the batch does
@@ -183,6 +183,47 @@ static bool convolution_rows(koila__case *c, uint32_t bias)
     return true;
 }
 
+/* The rows of the batch as groups: the images of all rows are the channels of one, and each has a
+ * weight of its own, as in modulated and conditional convolutions. The channels of a group lie side
+ * by side in the input, the weight and the result, so a slice has its groups of each. */
+static bool has_rows_as_groups(const koila__case *c, uint32_t pos, koila_placement lead,
+                               uint32_t dim)
+{
+    int64_t groups;
+    return koila__is_s(lead) && lead.dim == dim && lead.outer == 1 && c->batch > 0 &&
+           koila__arg_int(c, pos, 1, &groups) && groups > 1 && groups % c->batch == 0;
+}
+
+/* The groups of a slice in dimension `dim` of a value of meta m. */
+static koila_placement groups_of(const koila__case *c, const koila_meta_info *m, uint32_t dim)
+{
+    return koila__s(c, dim, 1, m->size[dim] / c->batch);
+}
+
+enum { GROUPS = 8, BACKWARD_GROUPS = 9, BIAS_SIZES = 3 }; /* positions of arguments */
+
+static bool convolution_groups(koila__case *c, uint32_t bias)
+{
+    if (bias != KOILA_NONE && !koila__need(c, bias, groups_of(c, c->in_meta[bias], 0)))
+        return false;
+    return koila__need(c, 0, groups_of(c, c->in_meta[0], 1)) &&
+           koila__need(c, 1, groups_of(c, c->in_meta[1], 0)) &&
+           koila__out_all(c, groups_of(c, c->out_meta[0], 1)) &&
+           koila__fix_add(c, KOILA__FIX_ROWS, GROUPS, 0);
+}
+
+static bool convolution_backward_groups(koila__case *c)
+{
+    for (uint32_t j = 0; j < c->n_out; j++)
+        if (c->out_meta[j])
+            c->out[j] = groups_of(c, c->out_meta[j], j == 0 ? 1 : 0);
+    return koila__need(c, 0, groups_of(c, c->in_meta[0], 1)) &&
+           koila__need(c, 1, groups_of(c, c->in_meta[1], 1)) &&
+           koila__need(c, 2, groups_of(c, c->in_meta[2], 0)) &&
+           (!c->out_meta[2] || koila__fix_add(c, KOILA__FIX_SIZES, BIAS_SIZES, 2)) &&
+           koila__fix_add(c, KOILA__FIX_ROWS, BACKWARD_GROUPS, 0);
+}
+
 /* The rows of the batch as channels, as in the gradient of a gradient, which takes a convolution's
  * gradient for the weight of another one: channels of the input are summed over, those of the
  * weight alone are the result's. */
@@ -220,6 +261,9 @@ bool koila__rule_convolution(koila__case *c)
                          (koila__is_sum(c->in[1]) && koila__is_r(c->in[0]));
         return one && bias == KOILA_NONE && koila__out_all(c, koila__p(c, KOILA_SUM));
     }
+    if (has_rows_as_groups(c, GROUPS, c->in[0], 1) ||
+        (!koila__is_s(c->in[0]) && has_rows_as_groups(c, GROUPS, c->in[1], 0)))
+        return convolution_groups(c, bias);
     if (!koila__is_s(c->in[0]) || c->in[0].dim == 1)
         return convolution_channels(c);
     if (c->in[0].dim != 0)
@@ -328,6 +372,8 @@ bool koila__rule_convolution_backward(koila__case *c)
                koila__out_all(c, koila__p(c, KOILA_SUM));
     if (lead == KOILA_NONE)
         return false;
+    if (has_rows_as_groups(c, BACKWARD_GROUPS, c->in[lead], 1))
+        return convolution_backward_groups(c);
     if (c->in[lead].dim == 1)
         return convolution_backward_channels(c);
     if (c->in[lead].dim != 0)

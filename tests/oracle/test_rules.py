@@ -531,6 +531,24 @@ def own_samples():
             .sum()
             .backward()
         )  # fmt: skip
+    # images, and their weights, as groups of one image
+    for transposed, groups, x, w, out in (
+        (False, 5, 10, (15, 2), 15),
+        (False, 10, 10, (10, 1), 10),
+        (True, 5, 10, (10, 3), 15),
+        (True, 10, 20, (20, 1), 10),
+    ):
+        yield lambda transposed=transposed, groups=groups, x=x, w=w, out=out: (
+            torch.convolution(
+                r(1, x, 4, 4, dtype=d, requires_grad=True),
+                r(*w, 2, 2, dtype=d, requires_grad=True),
+                r(out, dtype=d, requires_grad=True),
+                [1, 1], [1, 1], [1, 1], transposed, [0, 0], groups,
+            )
+            .square()
+            .sum()
+            .backward()
+        )  # fmt: skip
     yield lambda: torch.ops.aten.native_channel_shuffle(r(5, 4, 3, 3, dtype=d), 2)
     yield lambda: torch.ops.aten.channel_shuffle(r(5, 4, 3, 3, dtype=d), 2)
     yield lambda: torch.ops.aten.take(r(4, 3, dtype=d), g(5, 2))
@@ -812,6 +830,12 @@ FAULTS = [  # file, text, replacement, operators to look at
         "const koila_placement q = koila__s(c, d, before / pre, behind / post);",
         "const koila_placement q = koila__s(c, d, behind / post, before / pre);",
         "aten::view",
+    ),
+    (
+        "placement/rules_windows.c",
+        "koila__fix_add(c, KOILA__FIX_ROWS, GROUPS, 0)",
+        "true",
+        "aten::convolution",
     ),
 ]
 

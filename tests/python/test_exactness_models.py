@@ -12,6 +12,7 @@ from zoo import (
     Block,
     ConvNet,
     Encoder,
+    Generator,
     Recurrent,
     ResNet,
     Seq2Seq,
@@ -90,6 +91,11 @@ MODELS = {
     "bert": (lambda: bert(), padded(), classify),
     "vit": (lambda: vit(), images(), see),
     "unet": (lambda: UNet(), images(), lambda model, x, y: F.mse_loss(model(x), x)),
+    "generator": (
+        lambda: Generator(),
+        lambda: (torch.randn(B, 3, 4, 4).double(), torch.randn(B, 5).double()),
+        lambda model, x, style: model(x, style).square().mean(),
+    ),
 }
 
 # `nn.LSTM` makes its first state as a plain tensor of the full batch, and float64 runs it cell by

@@ -11,7 +11,7 @@ import torch
 from memory_helpers import Held, by_hand_step, clear, eager_step, installed, koila_step, only
 from torch import nn
 from torch.nn import functional as F
-from zoo import ConvNet, gpt2, vit
+from zoo import ConvNet, Generator, gpt2, vit
 
 import koila
 from koila import _backward, _core, lazy
@@ -145,6 +145,12 @@ MODELS = {
         ),
         lambda: (torch.randn(32, 3, 32, 32), torch.randint(0, 5, (32,))),
         ce,
+        (8, 4),
+    ),
+    "generator": (
+        lambda: Generator(16),
+        lambda: (torch.randn(24, 3, 16, 16), torch.randn(24, 5)),
+        lambda m, x, style: m(x, style).square().mean(),
         (8, 4),
     ),
     "lstm": recurrent(nn.LSTM, batch_first=True),

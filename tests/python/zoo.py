@@ -149,6 +149,39 @@ class UNet(nn.Module):
         return self.out(a)
 
 
+class Modulated(nn.Module):
+    """A convolution whose weights each image scales, as in StyleGAN2: images are groups of one."""
+
+    def __init__(self, c_in, c_out, transposed=False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(c_out, c_in, 3, 3))
+        self.style, self.transposed = nn.Linear(5, c_in), transposed
+
+    def forward(self, x, style):
+        b, c, *size = x.shape
+        weight = self.weight * self.style(style)[:, None, :, None, None]
+        x = x.reshape(1, b * c, *size)
+        if self.transposed:
+            weight = weight.transpose(1, 2).flatten(0, 1)
+            x = F.conv_transpose2d(x, weight, None, 2, groups=b)
+        else:
+            x = F.conv2d(x, weight.flatten(0, 1), padding=1, groups=b)
+        return F.leaky_relu(x.view(b, -1, *x.shape[2:]))
+
+
+class Generator(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [Modulated(3, width), Modulated(width, width, True), Modulated(width, 3)]
+        )
+
+    def forward(self, x, style):
+        for layer in self.layers:
+            x = layer(x, style)
+        return x
+
+
 def gpt2(dropout=0.0, **kw):
     hf = pytest.importorskip("transformers")
 

@@ -8,8 +8,8 @@
  * rows, which give a line, and on the rows of a slice where the plan's slices are that small (one
  * row often takes another kernel). That is a small part of the step's work, once for each shape.
  *
- * One sample has no fewer rows: a convolution of it is run on two images with fewer lines, and
- * thought longer.
+ * One image has no fewer rows: a convolution of it is run on images with fewer lines, and thought
+ * longer.
  *
  * Attention is run on one head of one sample. Where it is cut along its queries it makes parts of
  * its results inside, the more the later the queries: the last slice of the plan is run on zeros.
@@ -20,6 +20,8 @@
  * A probe that fails (an unusual call) is ignored. One that is refused memory tells how much the
  * call uses at least. */
 #include "run/run.h"
+
+#include <math.h>
 
 enum {
     MAX_INPUTS = 16,
@@ -264,10 +266,12 @@ static bool can_measure(void)
     return !koila__is_planning() && koila__torch.ready && koila__cpu_bytes_ok();
 }
 
-/* ---- one sample: fewer lines of its image */
+/* ---- one image: fewer lines of it */
 
 /* The lines are along this dimension. */
 enum { LINES = 2, FEW_LINES = 4 };
+/* Two lines take the same if they differ by less than that part of one. */
+enum { NEARLY = 64 };
 
 /* PyTorch takes another kernel for float32 images of one sample whose first four sizes multiply to
  * no more (use_mkldnn in its Convolution.cpp): probes stay on the side of the whole image. */
@@ -344,25 +348,34 @@ static bool try_lines(koila_sig sig, const lines *x, int64_t n, uint64_t *inside
     return ok;
 }
 
-/* Learns the workspace of the whole call from two shorter images. The call itself will say more
- * exactly. */
+/* Learns the workspace of the whole call from shorter images, each of twice the lines, until a line
+ * takes as much as in those before: of a copy of the input and one of the weight, which are not
+ * there at once, the larger counts. The call itself will say more exactly. */
 static void probe_lines(koila_sig sig, const lines *x)
 {
     const int64_t large = x->transposed ? x->small : large_of(x, x->small);
     const bool is_small = large * x->of_line <= SMALL_IMAGE;
-    int64_t few = is_small ? 1 : SMALL_IMAGE / x->of_line / x->stride + 1;
-    uint64_t a, b;
-    few = few < FEW_LINES ? FEW_LINES : few;
-    if (2 * few > x->small) {
-        if (try_lines(sig, x, x->small, &b))
-            koila__learn(sig, 1, 1, b, KOILA__MEASURED_BOUND);
+    const int64_t few = is_small ? 1 : SMALL_IMAGE / x->of_line / x->stride + 1;
+    int64_t n = few < FEW_LINES ? FEW_LINES : few;
+    uint64_t now;
+    double a_line = -1; /* not known */
+    bool is_line = false;
+    n = 2 * n < x->small ? n : x->small;
+    if (!try_lines(sig, x, n, &now))
         return;
+    while (n < x->small && !is_line) {
+        const int64_t more = 2 * n < x->small ? 2 * n : x->small;
+        const uint64_t before = now;
+        const double was = a_line;
+        if (!try_lines(sig, x, more, &now))
+            return;
+        a_line = now > before ? (double)(now - before) / (double)(more - n) : 0;
+        is_line = was >= 0 && fabs(a_line - was) * NEARLY <= was;
+        n = more;
     }
-    if (!try_lines(sig, x, few, &a) || !try_lines(sig, x, 2 * few, &b))
-        return;
-    const double a_line = b > a ? (double)(b - a) / (double)few : 0;
-    koila__learn(sig, 1, 1, b + (uint64_t)(a_line * (double)(x->small - 2 * few)),
-                 KOILA__MEASURED_BOUND);
+    if (n < x->small)
+        now += (uint64_t)(a_line * (double)(x->small - n));
+    koila__learn(sig, 1, 1, now, KOILA__MEASURED_BOUND);
 }
 
 /* ---- attention to all queries */
@@ -492,12 +505,12 @@ void koila__probe_graph(const koila_graph *g, int64_t rows)
             continue;
         const int64_t batch = batch_of(g, &c);
         const int64_t most = rows > 0 && rows < batch ? rows : batch;
-        lines one_sample;
-        if (!c.is_rnn && batch == 1 && !koila__learned(c.sig, 1, 1) && is_on_cpu(&c) &&
-            read_lines(koila_sig_get(koila__table, c.sig), &one_sample)) {
+        lines one_image;
+        if (!c.is_rnn && batch <= 1 && !koila__learned(c.sig, 1, 1) && is_on_cpu(&c) &&
+            read_lines(koila_sig_get(koila__table, c.sig), &one_image)) {
             if (!guard && !(guard = PyObject_CallNoArgs(koila__torch.guards)))
                 break;
-            probe_lines(c.sig, &one_sample);
+            probe_lines(c.sig, &one_image);
         }
         if (!can_probe(&c, batch))
             continue;
@@ -532,15 +545,17 @@ static bool is_cut_attention(const koila_plan *plan, koila_node n, uint32_t kind
            cut.kind == KOILA_SHARE_SLICE && cut.dim == QUERIES;
 }
 
-/* Does the plan cut another axis, so that what was learned of rows does not hold, and node n has a
- * kernel that copies its operands? */
-static bool is_of_other_axis(const koila_plan *plan, uint32_t facts)
+/* Is node n cut otherwise than by images, so that what was learned of rows does not hold, and has
+ * it a kernel that copies its operands? The plan cuts another axis, or images are groups of one.
+ */
+static bool is_of_other_axis(const koila_plan *plan, koila_node n, uint32_t facts)
 {
     const uint32_t kind = koila_facts_dense(facts);
-    if (koila_plan_get(plan).dim == KOILA_NONE || (facts & KOILA_FACT_OPAQUE_CALL))
-        return false;
-    return (facts & KOILA_FACT_PSEUDO) || kind == KOILA_FACT_DENSE_CONV ||
-           kind == KOILA_FACT_DENSE_CONV_BACKWARD;
+    const bool is_conv = kind == KOILA_FACT_DENSE_CONV || kind == KOILA_FACT_DENSE_CONV_BACKWARD;
+    const koila_share cut = koila_plan_need(plan, n, 0);
+    if (koila_plan_get(plan).dim == KOILA_NONE)
+        return is_conv && cut.kind == KOILA_SHARE_SLICE && cut.dim != 0;
+    return is_conv || ((facts & KOILA_FACT_PSEUDO) && !(facts & KOILA_FACT_OPAQUE_CALL));
 }
 
 static bool is_part(const koila_plan *plan, koila_node n, part *out)
@@ -558,7 +573,7 @@ static bool is_part(const koila_plan *plan, koila_node n, part *out)
         if (s->outputs[o] != KOILA_NONE && koila_plan_share(plan, v).kind != KOILA_SHARE_WHOLE)
             out->axis = koila_plan_share(plan, v).axis;
     }
-    return is_attention || is_of_other_axis(plan, facts);
+    return is_attention || is_of_other_axis(plan, n, facts);
 }
 
 /* The numbers of a call of node n in a slice. False: it differs by more than numbers. */
