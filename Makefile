@@ -23,7 +23,7 @@ CUDA_TORCH  ?= torch===2.13.0
 CUDA_MEMORY ?= 8GiB
 CUDA_PY      = $(CUDA_VENV)/bin/python
 CUDA_NEEDS   = meson-python meson ninja numpy pytest pytest-xdist hypothesis psutil expecttest transformers ipython
-CUDA_SUITES ?= $(addprefix tests/python/test_,exactness_losses.py exactness_models.py exactness_programs.py random.py low_precision.py ctc.py experts.py) \
+CUDA_SUITES ?= $(addprefix tests/python/test_,exactness_losses.py exactness_models.py exactness_programs.py random.py low_precision.py ctc.py experts.py layouts.py) \
 	$(addprefix tests/python/test_,capture_models.py capture_programs.py capture_doors.py rules_of_users.py interrupts.py bad_input.py plan_report.py) \
 	$(addprefix tests/python/test_,capture_lifetime.py tokens.py recompute.py addends.py axes.py spatial.py factories.py wild.py opinfo.py reads.py ranges.py plans.py samples.py left_steps.py threads.py modes.py back_doors.py control_flow.py packed.py depth.py aside.py direct_calls.py known_backwards.py) \
 	$(addprefix tests/python/memlab/test_,lines.py timeline.py) tests/oracle/test_programs.py

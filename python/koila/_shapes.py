@@ -323,15 +323,27 @@ def _corrected(func: Any, args: tuple[Any, ...], fakes: list[Any], out: _Out) ->
     if func is aten.mkldnn_rnn_layer_backward.default and VERSION < (2, 13):
         # Gradients of half precision are float32, and autograd casts them.
         out = [(kind, value and (torch.float32, *value[1:])) for kind, value in out]
+    out = _laid_out(func, args, fakes, out, device_type)
+    for argument, value in zip(func._schema.arguments, args):
+        # Shape functions may describe results that the mask leaves out.
+        if argument.name == "output_mask":
+            out = [o if m else (_NONE, None) for o, m in zip(out, value)] + out[len(value) :]
+    return out
+
+
+def _laid_out(
+    func: Any, args: tuple[Any, ...], fakes: list[Any], out: _Out, device_type: str
+) -> _Out:
+    """Results with the strides that the kernels give them."""
     memory_format = _format_of(func, args, fakes, device_type) if out and out[0][0] else None
     if memory_format is not None:
         dtype, device, size, _, offset = out[0][1]
         like = torch.empty(size, device="meta", memory_format=memory_format)
         out[0] = _TENSOR, (dtype, device, size, tuple(like.stride()), offset)
-    for argument, value in zip(func._schema.arguments, args):
-        # Shape functions may describe results that the mask leaves out.
-        if argument.name == "output_mask":
-            out = [o if m else (_NONE, None) for o, m in zip(out, value)] + out[len(value) :]
+    order = _laid_out_by.get(func)
+    if order is not None and max(order) < len(fakes):  # an operand may be a number
+        stride = _stride_by([fakes[i] for i in order])
+        out = [(kind, value and (*value[:3], stride, value[4])) for kind, value in out]
     return out
 
 
@@ -347,6 +359,14 @@ def _correct_on_cuda(func: Any, args: tuple[Any, ...], out: _Out) -> None:
         if args[5] is None:
             out[2] = (_TENSOR, (dtype, *out[2][1][1:]))
         out[3] = (_TENSOR, _cudnn_reserve(args, out[3][1]))
+
+
+def _stride_by(operands: list[torch.Tensor]) -> tuple[int, ...]:
+    """The strides that TensorIterator gives the result of these operands. The operators that are
+    asked name them in order, and their shape functions are the kernels' own."""
+    metas = [torch.empty_strided(t.size(), t.stride(), device="meta") for t in operands]
+    asked = aten.neg, aten.add, aten.addcmul
+    return tuple(asked[len(metas) - 1](*metas).stride())
 
 
 def _format_of(func: Any, args: tuple[Any, ...], fakes: list[Any], device_type: str) -> Any:
@@ -396,6 +416,43 @@ _contiguous_everywhere = {
     aten.smooth_l1_loss_backward.default,
     aten.huber_loss_backward.default,
     aten.native_layer_norm_backward.default,
+    aten.pow.Scalar,
+    aten.isin.Tensor_Tensor,
+}
+# Element by element: all results are laid out by these operands, in this order. Shape functions in
+# Python take the order of the arguments, and where one input is expanded, other strides [tried:
+# tests/python/test_layouts.py].
+_laid_out_by: dict[Any, tuple[int, ...]] = {
+    **dict.fromkeys(
+        (
+            aten.copysign.Tensor,
+            aten.floor_divide.default,
+            aten.heaviside.default,
+            aten.logaddexp.default,
+            aten.logaddexp2.default,
+            aten.logical_and.default,
+            aten.logical_or.default,
+            aten.logical_xor.default,
+            aten.special_xlog1py.default,
+            aten.xlogy.Tensor,
+            aten.complex.default,
+            aten.polar.default,
+            aten.elu_backward.default,
+            aten.hardtanh_backward.default,
+            aten.softplus_backward.default,
+            aten.hardsigmoid_backward.default,
+            aten.hardswish_backward.default,
+            aten.logit_backward.default,
+        ),
+        (0, 1),
+    ),
+    aten.threshold_backward.default: (1, 0),
+    aten.leaky_relu_backward.default: (1, 0),
+    aten._prelu_kernel_backward.default: (1, 2, 0),
+    aten.ldexp.Tensor: (0,),
+    aten.log_sigmoid_backward.default: (0,),
+    aten.binary_cross_entropy_backward.default: (1,),
+    aten.soft_margin_loss_backward.default: (2,),
 }
 _contiguous = {
     "cpu": _contiguous_everywhere | {aten.log_sigmoid_forward.default},
