@@ -201,4 +201,6 @@ static void check_samples(int64_t n_samples, double mean, double worst)
 
 TEST(oracle__choices_left_out_cost_little_time_and_no_budget) { check_samples(1, 1.02, 2.5); }
 
-TEST(oracle__so_do_those_of_several_samples) { check_samples(2, 1.02, 2.5); }
+/* More: where slices compute again (two samples), dropping results is compared with them, and what
+ * finds the least of that without the rules takes more tries. */
+TEST(oracle__so_do_those_of_several_samples) { check_samples(2, 1.025, 2.5); }
