@@ -170,8 +170,6 @@ static bool forward(koila__placer *p, const koila_write *w, koila_placement base
 /* Outer counts tried for a dimension: 1 to MAX_OUTER, and the full size. */
 enum { MAX_OUTER = 64 };
 
-typedef bool (*koila__try)(void *user, koila_placement s);
-
 static bool try_factors(koila_placement s, int64_t outer, int64_t inner, koila__try try, void *user)
 {
     s.outer = outer;

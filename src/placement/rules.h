@@ -31,7 +31,7 @@
 
 #include "placement/place.h"
 
-typedef struct koila__placer koila__placer; /* the walk's state, in place.c */
+typedef struct koila__placer koila__placer; /* the walk's state, in placer.h */
 
 typedef struct koila__case {
     koila__placer *placer;

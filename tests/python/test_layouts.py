@@ -22,8 +22,9 @@ LAYOUTS = {
     "expanded": lambda x: x[:, :, :1, :1].expand(x.shape),
     "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
 }
-# Copied by the run: results that few programs read, or that a random call makes.
-OTHERWISE = {"log_sigmoid_forward", "native_dropout_backward", "rrelu_with_noise_backward"}
+# Copied by the run: results that few programs read, or that a random call makes. (Torch 2.12 has a
+# contiguous `zero`, which nobody calls.)
+OTHERWISE = {"log_sigmoid_forward", "native_dropout_backward", "rrelu_with_noise_backward", "zero"}
 
 
 def calls_of(name, width):
