@@ -60,6 +60,15 @@ koila_status koila__fail(koila_error *err, koila_status code, uint64_t offset, c
 #endif
     ;
 
+/* In a check that returns bool: e holds, or *err tells what is the matter. */
+#define KOILA__HOLDS(err, e, ...)                                                                  \
+    do {                                                                                           \
+        if (!(e)) {                                                                                \
+            koila__fail(err, KOILA_BAD_INPUT, 0, __VA_ARGS__);                                     \
+            return false;                                                                          \
+        }                                                                                          \
+    } while (0)
+
 /* The same for KOILA_OOM; the text ends in, or holds, "<missing_bytes> bytes short". */
 koila_status koila__fail_short(koila_error *err, uint64_t missing_bytes, const char *fmt, ...)
 #if defined(__GNUC__)

@@ -566,43 +566,39 @@ koila_status koila_graph_extract(const koila_graph *g, const koila_value *target
 
 bool koila_graph_check(const koila_graph *g, koila_error *err)
 {
-#define HOLDS(e, ...)                                                                              \
-    do {                                                                                           \
-        if (!(e)) {                                                                                \
-            koila__fail(err, KOILA_BAD_INPUT, 0, __VA_ARGS__);                                     \
-            return false;                                                                          \
-        }                                                                                          \
-    } while (0)
     uint32_t next_input = 0;
     for (uint32_t n = 0; n < g->nodes.n; n++) {
         const koila_node_info *info = &g->nodes.at[n];
-        HOLDS(koila_sig_get(g->table, info->sig), "node %u: no such signature", n);
+        KOILA__HOLDS(err, koila_sig_get(g->table, info->sig), "node %u: no such signature", n);
         const koila_sig_info *s = koila__sig(g->table, info->sig);
-        HOLDS(info->first_input == next_input, "node %u: inputs out of order", n);
+        KOILA__HOLDS(err, info->first_input == next_input, "node %u: inputs out of order", n);
         next_input += s->n_inputs;
-        HOLDS(next_input <= g->inputs.n && info->first_output + s->n_outputs <= g->values.n,
-              "node %u: inputs or outputs missing", n);
+        KOILA__HOLDS(err,
+                     next_input <= g->inputs.n && info->first_output + s->n_outputs <= g->values.n,
+                     "node %u: inputs or outputs missing", n);
         for (uint32_t i = 0; i < s->n_inputs; i++) {
             const koila_value v = g->inputs.at[info->first_input + i];
-            HOLDS(v < info->first_output, "node %u: input %u is made later", n, i);
-            HOLDS(g->values.at[v].meta == s->inputs[i], "node %u: input %u has another meta", n, i);
+            KOILA__HOLDS(err, v < info->first_output, "node %u: input %u is made later", n, i);
+            KOILA__HOLDS(err, g->values.at[v].meta == s->inputs[i],
+                         "node %u: input %u has another meta", n, i);
         }
         for (uint32_t i = 0; i < s->n_outputs; i++)
-            HOLDS(g->values.at[info->first_output + i].node == n,
-                  "node %u: output %u has another producer", n, i);
+            KOILA__HOLDS(err, g->values.at[info->first_output + i].node == n,
+                         "node %u: output %u has another producer", n, i);
         for (uint32_t w = 0; w < s->n_writes; w++)
-            HOLDS(s->writes[w].input < s->n_inputs, "node %u: writes no input", n);
+            KOILA__HOLDS(err, s->writes[w].input < s->n_inputs, "node %u: writes no input", n);
     }
     for (uint32_t v = 0; v < g->values.n; v++) {
         const koila_value_info *info = &g->values.at[v];
-        HOLDS(info->node == KOILA_NONE || info->node < g->nodes.n, "value %u: no such producer", v);
+        KOILA__HOLDS(err, info->node == KOILA_NONE || info->node < g->nodes.n,
+                     "value %u: no such producer", v);
         if (info->node == KOILA_NONE && info->leaf_kind == KOILA_LEAF_BATCH) {
             const koila_meta_info *m = koila__meta(g->table, info->meta);
-            HOLDS(info->axis < g->axes.n && info->dim < m->n_dims &&
-                      is_batch_size(m->size[info->dim], g->axes.at[info->axis]),
-                  "value %u: its batch dimension is not the axis' size", v);
+            KOILA__HOLDS(err,
+                         info->axis < g->axes.n && info->dim < m->n_dims &&
+                             is_batch_size(m->size[info->dim], g->axes.at[info->axis]),
+                         "value %u: its batch dimension is not the axis' size", v);
         }
     }
     return true;
-#undef HOLDS
 }

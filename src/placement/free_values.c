@@ -111,6 +111,21 @@ static bool some_input_gives_want(input_search *t)
                                  input_gives_want, t);
 }
 
+/* The n_inputs inputs of node n, and how they are placed now, in p->scratch. */
+static bool copy_inputs(koila__placer *p, koila_node_info n, uint32_t n_inputs, koila_value **in,
+                        koila_placement **placed)
+{
+    *placed = koila__arena_room(&p->scratch, n_inputs * sizeof **placed);
+    *in = koila__arena_room(&p->scratch, n_inputs * sizeof **in);
+    if (!*placed || !*in)
+        return koila__placer_fail(p, KOILA_NO_MEMORY);
+    for (uint32_t i = 0; i < n_inputs; i++) {
+        (*in)[i] = p->to->inputs.at[n.first_input + i];
+        (*placed)[i] = p->value.at[(*in)[i]];
+    }
+    return true;
+}
+
 /* Begins to settle FREE v as `want`; false leaves it FREE. */
 static bool resolve_s(koila__placer *p, koila_value v, koila_placement want)
 {
@@ -119,14 +134,10 @@ static bool resolve_s(koila__placer *p, koila_value v, koila_placement want)
     const koila_sig_info *sig = koila__sig(p->table, n.sig);
     const uint32_t output = v - n.first_output;
     const koila__mark before = koila__arena_mark(&p->scratch);
-    koila_placement *placed = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *placed);
-    koila_value *in = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *in);
-    if (!placed || !in)
-        return koila__placer_fail(p, KOILA_NO_MEMORY);
-    for (uint32_t i = 0; i < sig->n_inputs; i++) {
-        in[i] = p->to->inputs.at[n.first_input + i];
-        placed[i] = p->value.at[in[i]];
-    }
+    koila_placement *placed;
+    koila_value *in;
+    if (!copy_inputs(p, n, sig->n_inputs, &in, &placed))
+        return false;
     koila__attempt a;
     bool found = output == 0 &&
                  koila__attempt_rule(p, &a, sig, in, placed, want.axis, &want, false) && a.loop &&
@@ -317,16 +328,13 @@ bool koila__place_free_node(koila__placer *p, koila_node id)
         is_undecided |= p->value.at[n.first_output + j].kind == KOILA_FREE;
     if (!is_undecided)
         return true;
-    koila_placement *placed = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *placed);
-    koila_value *in = koila__arena_room(&p->scratch, sig->n_inputs * sizeof *in);
-    if (!placed || !in)
-        return koila__placer_fail(p, KOILA_NO_MEMORY);
-    for (uint32_t i = 0; i < sig->n_inputs; i++) {
-        in[i] = p->to->inputs.at[n.first_input + i];
-        placed[i] = p->value.at[in[i]];
+    koila_placement *placed;
+    koila_value *in;
+    if (!copy_inputs(p, n, sig->n_inputs, &in, &placed))
+        return false;
+    for (uint32_t i = 0; i < sig->n_inputs; i++)
         if (!koila__is_r(placed[i]))
             axis = placed[i].axis;
-    }
     koila__attempt a;
     if (axis != KOILA_NONE &&
         koila__attempt_rule(p, &a, sig, in, placed, (uint16_t)axis, NULL, false) &&

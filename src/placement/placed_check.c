@@ -1,14 +1,6 @@
 /* placed_check.c — the equations of place.h, held against a placed graph. */
 #include "placement/rules.h"
 
-#define HOLDS(e, ...)                                                                              \
-    do {                                                                                           \
-        if (!(e)) {                                                                                \
-            koila__fail(err, KOILA_BAD_INPUT, 0, __VA_ARGS__);                                     \
-            return false;                                                                          \
-        }                                                                                          \
-    } while (0)
-
 static bool is_slice_of(const koila_graph *g, koila_placement p, const koila_meta_info *m)
 {
     return p.dim < m->n_dims &&
@@ -20,15 +12,16 @@ static bool check_value(const koila__placed *p, koila_value v, koila_error *err)
     const koila_graph *g = p->graph;
     const koila_placement q = p->value[v];
     const koila_value_info info = koila_value_get(g, v);
-    HOLDS(q.kind != KOILA_FREE, "value %u: still FREE", v);
+    KOILA__HOLDS(err, q.kind != KOILA_FREE, "value %u: still FREE", v);
     if (q.kind == KOILA_R)
         return true;
-    HOLDS(info.meta != KOILA_NONE, "value %u: a result that does not exist is placed", v);
-    HOLDS(q.axis < koila_graph_n_axes(g), "value %u: no axis %u", v, q.axis);
+    KOILA__HOLDS(err, info.meta != KOILA_NONE, "value %u: a result that does not exist is placed",
+                 v);
+    KOILA__HOLDS(err, q.axis < koila_graph_n_axes(g), "value %u: no axis %u", v, q.axis);
     if (q.kind == KOILA_P || koila__is_opaque(q))
         return true;
-    HOLDS(is_slice_of(g, q, koila_meta_get(koila_graph_table(g), info.meta)),
-          "value %u: size[%u] is not outer * batch * inner", v, q.dim);
+    KOILA__HOLDS(err, is_slice_of(g, q, koila_meta_get(koila_graph_table(g), info.meta)),
+                 "value %u: size[%u] is not outer * batch * inner", v, q.dim);
     return true;
 }
 
@@ -41,12 +34,14 @@ static bool check_need(const koila__placed *p, koila_node n, uint32_t i, koila_e
     const koila_placement is = p->value[koila_node_inputs(g, n)[i]];
     if (need.kind == KOILA_R)
         return true;
-    HOLDS(need.axis == p->node[n].axis, "node %u: input %u is of another axis", n, i);
-    HOLDS(koila__placement_equal(need, is) || (need.kind == KOILA_S && is.kind == KOILA_R),
-          "node %u: input %u cannot become what is needed", n, i);
+    KOILA__HOLDS(err, need.axis == p->node[n].axis, "node %u: input %u is of another axis", n, i);
+    KOILA__HOLDS(err,
+                 koila__placement_equal(need, is) || (need.kind == KOILA_S && is.kind == KOILA_R),
+                 "node %u: input %u cannot become what is needed", n, i);
     if (need.kind == KOILA_S && !koila__is_opaque(need))
-        HOLDS(is_slice_of(g, need, koila_meta_get(t, koila_sig_get(t, info.sig)->inputs[i])),
-              "node %u: input %u: no such slice", n, i);
+        KOILA__HOLDS(err,
+                     is_slice_of(g, need, koila_meta_get(t, koila_sig_get(t, info.sig)->inputs[i])),
+                     "node %u: input %u: no such slice", n, i);
     return true;
 }
 
@@ -62,18 +57,21 @@ static bool check_pieces(const koila__placed *p, koila_node n, koila_error *err)
         const koila_placement need = p->need[info.first_input + i];
         if (!koila__is_piece(need) || sees_all)
             continue;
-        HOLDS(node->end == 0 ? p->absent[koila_node_inputs(p->graph, n)[i]]
-                             : node->begin <= need.outer && need.inner <= node->end,
-              "node %u: input %u is a piece of another slice", n, i);
+        KOILA__HOLDS(err,
+                     node->end == 0 ? p->absent[koila_node_inputs(p->graph, n)[i]]
+                                    : node->begin <= need.outer && need.inner <= node->end,
+                     "node %u: input %u is a piece of another slice", n, i);
     }
     for (uint32_t j = 0; j < sig->n_outputs; j++) {
         const koila_value v = info.first_output + j;
         if (sig->outputs[j] == KOILA_NONE)
             continue;
-        HOLDS(!node->end || (node->in_loop && p->absent[v]), "node %u: result %u is absent", n, j);
-        HOLDS(!koila__is_piece(p->value[v]) ||
-                  (p->value[v].outer == node->begin && p->value[v].inner == node->end),
-              "node %u: result %u is a piece of another slice", n, j);
+        KOILA__HOLDS(err, !node->end || (node->in_loop && p->absent[v]),
+                     "node %u: result %u is absent", n, j);
+        KOILA__HOLDS(err,
+                     !koila__is_piece(p->value[v]) ||
+                         (p->value[v].outer == node->begin && p->value[v].inner == node->end),
+                     "node %u: result %u is a piece of another slice", n, j);
     }
     return true;
 }
@@ -99,16 +97,14 @@ static bool check_node(const koila__placed *p, koila_node n, koila_error *err)
             continue;
         loop |= is.kind != KOILA_R;
         whole_result |= is.kind == KOILA_R;
-        HOLDS(is.kind == KOILA_R || is.axis == p->node[n].axis,
-              "node %u: result %u is of another axis", n, j);
+        KOILA__HOLDS(err, is.kind == KOILA_R || is.axis == p->node[n].axis,
+                     "node %u: result %u is of another axis", n, j);
     }
-    HOLDS(loop == (p->node[n].in_loop != 0), "node %u: in_loop", n);
-    HOLDS(!(loop && whole_result), "node %u: a whole result made in a loop", n);
-    HOLDS(gathered == (p->node[n].gathered != 0), "node %u: gathered", n);
+    KOILA__HOLDS(err, loop == (p->node[n].in_loop != 0), "node %u: in_loop", n);
+    KOILA__HOLDS(err, !(loop && whole_result), "node %u: a whole result made in a loop", n);
+    KOILA__HOLDS(err, gathered == (p->node[n].gathered != 0), "node %u: gathered", n);
     return check_pieces(p, n, err);
 }
-
-#undef HOLDS
 
 bool koila__placed_check(const koila__placed *p, koila_error *err)
 {
